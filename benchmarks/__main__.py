@@ -1,0 +1,155 @@
+"""The command line: `python -m benchmarks [distributed] [options]`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import machine, report, torchrl_env
+from .contestant import REPOSITORY
+from .harness import Plan, Result, compare
+from .suites import SUITES, Comparison, Entry, Suite
+
+_LOGGER = logging.getLogger("benchmarks")
+_QUICK_ROUNDS, _QUICK_SECONDS = 3, 0.4
+# Many short bursts, not few long ones: other work on the machine comes in spells of seconds.
+_ROUNDS, _SECONDS = 9, 0.7
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one suite, print its table and goals, write its JSON; 1 if anything failed to run."""
+    options = _options(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    # As an exception, so that a terminated run still ends the processes that it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    suite = SUITES[options.suite]
+    context: dict[str, Any] = {"suite": options.suite, **machine.describe()}
+    notes: list[str] = []
+    comparisons = _chosen(suite, options, notes)
+    began = time.monotonic()
+    results = _run(comparisons, _plan(options))
+    context.update(seconds=round(time.monotonic() - began), notes=notes)
+    report.write_json(options.json or _default_path(options), suite, results, context)
+    print(_text(suite, results, context))
+    return _status(suite, results, options.check)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    add = parser.add_argument
+    add("suite", nargs="?", default="distributed", choices=SUITES)
+    add("--rounds", type=int, help=f"bursts per peer; medians are taken (default {_ROUNDS})")
+    add("--seconds", type=float, help=f"length of one burst (default {_SECONDS})")
+    add("--quick", action="store_true", help="few short rounds, one client, under a minute")
+    add("--peers", help="only these peers, separated by commas")
+    add("--only", default="", help="only the comparisons whose name contains this")
+    add("--torchrl-python", type=Path, default=REPOSITORY / ".venv-torchrl" / "bin" / "python")
+    add("--no-torchrl", action="store_true", help="leave TorchRL out, and say so")
+    add(
+        "--json",
+        type=Path,
+        help="where the record goes (default benchmarks/results/SUITE[-quick].json)",
+    )
+    add("--check", action="store_true", help="exit with 1 unless every goal is met")
+    return parser
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    if options.seconds is not None and not options.seconds > 0:
+        parser.error(f"--seconds must be above 0, got {options.seconds}")
+    comparisons = SUITES[options.suite].comparisons
+    if not any(options.only in comparison.name for comparison in comparisons):
+        names = "; ".join(comparison.name for comparison in comparisons)
+        parser.error(f"--only {options.only!r} is in no comparison's name; there are: {names}")
+    known = {entry.peer for comparison in comparisons for entry in comparison.entries}
+    options.peers = known if options.peers is None else set(options.peers.split(","))
+    if unknown := options.peers - known:
+        parser.error(f"--peers: unknown {sorted(unknown)}; known are {sorted(known)}")
+    return options
+
+
+def _default_path(options: argparse.Namespace) -> Path:
+    # A quick run must not overwrite the record of a whole one.
+    name = f"{options.suite}-quick.json" if options.quick else f"{options.suite}.json"
+    return REPOSITORY / "benchmarks" / "results" / name
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    rounds, seconds = (_QUICK_ROUNDS, _QUICK_SECONDS) if options.quick else (_ROUNDS, _SECONDS)
+    return Plan(
+        rounds=rounds if options.rounds is None else options.rounds,
+        seconds=seconds if options.seconds is None else options.seconds,
+        python=sys.executable,
+        # Not resolved: a virtual environment's python is a link whose place is its meaning.
+        interpreters={"torchrl": str(options.torchrl_python.absolute())},
+    )
+
+
+def _chosen(suite: Suite, options: argparse.Namespace, notes: list[str]) -> list[Comparison]:
+    """The comparisons asked for, without the peers that are not to run or cannot."""
+    wanted = [c for c in suite.comparisons if options.only in c.name]
+    if options.quick:
+        wanted = [c for c in wanted if c.quick]
+        notes.append("quick: few short rounds, one client; no figures for several clients")
+    peers = {entry.peer for comparison in wanted for entry in comparison.entries}
+    peers &= options.peers
+    if "torchrl" in peers and not _torchrl_usable(options, notes):
+        peers.remove("torchrl")
+    kept = [replace(c, entries=tuple(e for e in c.entries if e.peer in peers)) for c in wanted]
+    return [comparison for comparison in kept if comparison.entries]
+
+
+def _torchrl_usable(options: argparse.Namespace, notes: list[str]) -> bool:
+    if options.no_torchrl:
+        notes.append("TorchRL was left out (--no-torchrl)")
+        return False
+    try:
+        torchrl_env.ensure(options.torchrl_python.absolute())
+    except torchrl_env.EnvironmentFailed as exc:
+        notes.append(f"TorchRL was left out: {exc}")
+        return False
+    return True
+
+
+def _run(comparisons: list[Comparison], plan: Plan) -> dict[Entry, Result]:
+    results: dict[Entry, Result] = {}
+    for comparison in comparisons:
+        _LOGGER.info("-- %s", comparison.name)
+        results.update((result.entry, result) for result in compare(comparison, plan))
+    return results
+
+
+def _text(suite: Suite, results: dict[Entry, Result], context: dict[str, Any]) -> str:
+    """What a person reads: the table, the goals, and what did not run."""
+    head = f"{context['cpu']}, {context['cores']} cores; {context['seconds']} s in all"
+    parts = [
+        head,
+        report.table(suite, results),
+        f"spread: {report.SPREAD_METHOD}.\nKiB/cl: {report.MEMORY_METHOD}.",
+        report.goals(suite, results),
+        "\n".join(f"NOTE {note}" for note in context["notes"]),
+        report.failures(results),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _status(suite: Suite, results: dict[Entry, Result], check: bool) -> int:
+    if any(result.failure for result in results.values()):
+        return 1
+    verdicts = [report.verdict(goal, results) for goal in suite.goals]
+    return int(check and verdicts != ["met"] * len(verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

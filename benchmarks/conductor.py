@@ -1,0 +1,152 @@
+"""One peer under one workload, obeying the harness: `python -m benchmarks.conductor`.
+
+It runs in the peer's own interpreter and is the parent of the server and of every client.
+Commands and answers are JSON objects over the inherited connection whose number it is given.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import multiprocessing
+import platform
+import sys
+import time
+import traceback
+from array import array
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .client import client_main
+from .peers import Connector, load_peer
+from .workload import WORKLOADS, Workload
+
+CLIENT_SECONDS = 120.0
+_HEAD_START_SECONDS = 0.05
+
+
+class _Client:
+    """The conductor's end of one client process."""
+
+    def __init__(self, connector: Connector, workload: Workload, number: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._number = number
+        self._pipe, theirs = context.Pipe()
+        arguments = (connector, workload, number, theirs)
+        self._process = context.Process(target=client_main, args=arguments, daemon=True)
+        self._process.start()
+        # With this copy closed, the death of the process ends the pipe and no read hangs.
+        theirs.close()
+
+    def tell(self, command: Any) -> None:
+        self._pipe.send(command)
+
+    def answer(self) -> Any:
+        """Wait for the command's outcome; raises RuntimeError with the client's own traceback."""
+        if not self._pipe.poll(CLIENT_SECONDS):
+            raise RuntimeError(f"client {self._number} gave no answer in {CLIENT_SECONDS:.0f} s")
+        try:
+            status, value = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"client {self._number} died: {self._process!r}") from None
+        if status == "failed":
+            raise RuntimeError(f"client {self._number} failed:\n{value}")
+        return value
+
+
+class Conductor:
+    """The commands that the harness may send, one method each."""
+
+    def __init__(self, peer: str, workload: str) -> None:
+        self._peer = load_peer(peer)
+        self._workload = WORKLOADS[workload]
+        self._service = self._peer.open_service(self._workload)
+        self._clients: list[_Client] = []
+        self._connected = 0
+
+    def launch(self) -> dict[str, Any]:
+        """Start the server and, beside it, client processes that do not connect yet."""
+        self._clients = [
+            _Client(connector, self._workload, number)
+            for number, connector in enumerate(self._service.connectors())
+        ]
+        return {"server_pid": self._service.start(), "versions": self._versions()}
+
+    def connect(self, clients: int) -> dict[str, Any]:
+        """Connect and warm up clients until there are `clients` of them."""
+        newcomers = self._clients[self._connected : clients]
+        self._ask(newcomers, "connect")
+        self._connected = clients
+        return {}
+
+    def measure(self, seconds: float) -> dict[str, Any]:
+        """All clients at once in a closed loop for `seconds`."""
+        start = time.monotonic() + _HEAD_START_SECONDS
+        answers = self._ask(self._clients, (start, start + seconds))
+        return summarise([array("d", answer) for answer in answers])
+
+    def stop(self) -> dict[str, Any]:
+        """Close the clients, then the server."""
+        self._ask(self._clients, None)
+        self._service.stop()
+        return {}
+
+    def _ask(self, clients: list[_Client], command: Any) -> list[Any]:
+        for client in clients:
+            client.tell(command)
+        return [client.answer() for client in clients]
+
+    def _versions(self) -> dict[str, str]:
+        versions = {"python": platform.python_version()}
+        for package in self._peer.PACKAGES:
+            versions[package] = _version(package)
+        return versions
+
+
+def summarise(clients: list[array[float]]) -> dict[str, Any]:
+    """Total rate in requests/s and latency percentiles in microseconds over all clients."""
+    merged = sorted(latency for client in clients for latency in client)
+    quantiles = {
+        f"p{percent}_us": 1e6 * merged[min(len(merged) - 1, len(merged) * percent // 100)]
+        for percent in (50, 95, 99)
+    }
+    # Each client over its own busy time: the last request may end after the others' windows.
+    rate = sum(len(client) / sum(client) for client in clients)
+    return {"requests": len(merged), "rate": rate, **quantiles}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "source tree"
+
+
+def _commands(harness: Connection) -> Iterator[tuple[str, dict[str, Any]]]:
+    name = ""
+    while name != "stop":
+        try:
+            name, arguments = json.loads(harness.recv_bytes())
+        except EOFError:
+            # The harness is gone; the children are daemons and end with this process.
+            return
+        yield name, arguments
+
+
+def main(peer: str, workload: str, descriptor: str) -> int:
+    """Answer commands until `stop`, a failure, or the end of the harness."""
+    harness = Connection(int(descriptor))
+    try:
+        conductor = Conductor(peer, workload)
+        for name, arguments in _commands(harness):
+            answer = getattr(conductor, name)(**arguments)
+            harness.send_bytes(json.dumps(answer).encode())
+    except Exception:
+        harness.send_bytes(json.dumps({"failed": traceback.format_exc()}).encode())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

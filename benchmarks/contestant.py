@@ -1,0 +1,119 @@
+"""The harness's end of a conductor: commands with a deadline, resource counts, the kill."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .suites import Entry
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_START_SECONDS = 60.0
+_START_SECONDS_PER_CLIENT = 5.0
+_STOP_SECONDS = 30.0
+_ANSWER_SECONDS = 30.0
+_ERROR_LINES = 12
+
+
+class ContestantFailed(RuntimeError):
+    """A peer raised, died or missed a deadline; the message says which and shows its words."""
+
+
+class Contestant:
+    """One conductor with its server and clients, in a process group that `kill` ends."""
+
+    def __init__(self, entry: Entry, python: str) -> None:
+        self.entry = entry
+        self.versions: dict[str, str] = {}
+        self._connection, theirs = multiprocessing.Pipe()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `kill`)
+        command = [python, "-m", "benchmarks.conductor", entry.peer, entry.workload.name]
+        self._process = subprocess.Popen(
+            [*command, str(theirs.fileno())],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def start(self) -> dict[str, float]:
+        """Bring server and clients up; returns what each client costs the server process."""
+        clients = self.entry.workload.clients
+        seconds = _START_SECONDS + _START_SECONDS_PER_CLIENT * clients
+        launched = self._call("launch", seconds)
+        self.versions = launched["versions"]
+        server = psutil.Process(launched["server_pid"])
+        alone = _resources(server)
+        self._call("connect", seconds, clients=1)
+        first = _resources(server)
+        self._call("connect", seconds, clients=clients)
+        return _per_client(alone, first, _resources(server), clients)
+
+    def measure(self, seconds: float) -> dict[str, float]:
+        """One burst of `seconds`; returns requests, rate (1/s) and percentiles (us)."""
+        return self._call("measure", seconds + _ANSWER_SECONDS, seconds=seconds)
+
+    def stop(self) -> None:
+        """The orderly end, which is part of what is under test."""
+        self._call("stop", _STOP_SECONDS)
+
+    def kill(self) -> None:
+        """End every process of the group, whatever state it is in; harmless when repeated."""
+        if self._process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+        self._output.close()
+
+    def _call(self, name: str, timeout: float, **arguments: Any) -> dict[str, Any]:
+        try:
+            self._connection.send_bytes(json.dumps([name, arguments]).encode())
+            if not self._connection.poll(timeout):
+                raise ContestantFailed(f"`{name}` took more than {timeout:.0f} s\n{self._words()}")
+            answer = json.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError) as exc:
+            raise ContestantFailed(f"died during `{name}`\n{self._words()}") from exc
+        if "failed" in answer:
+            raise ContestantFailed(f"`{name}` failed\n{answer['failed']}\n{self._words()}")
+        return answer
+
+    def _words(self) -> str:
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-_ERROR_LINES:])
+
+
+def _resources(server: psutil.Process) -> dict[str, int]:
+    # Threads and buffers of the last handshake may still be on their way out.
+    time.sleep(0.2)
+    return {
+        "threads": server.num_threads(),
+        "descriptors": server.num_fds(),
+        "memory_kib": server.memory_info().rss // 1024,
+    }
+
+
+def _per_client(
+    alone: dict[str, int], first: dict[str, int], full: dict[str, int], clients: int
+) -> dict[str, float]:
+    cost = {key: (full[key] - alone[key]) / clients for key in ("threads", "descriptors")}
+    # The first request pays for the policy's own first pass, so memory is counted from there on.
+    if clients > 1:
+        cost["memory_kib"] = (full["memory_kib"] - first["memory_kib"]) / (clients - 1)
+    return cost

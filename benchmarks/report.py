@@ -1,0 +1,155 @@
+"""Medians over rounds, ratios between peers, and the table, goals and JSON made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .harness import Result
+from .suites import Entry, Goal, Suite
+
+Results = Mapping[Entry, Result]
+
+SPREAD_METHOD = (
+    "the slowest round's p50 over the fastest's; far from 1, the machine was doing other work"
+)
+MEMORY_METHOD = (
+    "growth of the server's resident set from 1 connected and warmed-up client to all of them, "
+    "divided by the number of clients added"
+)
+_COUNT_METHOD = "server process at all clients minus at none, divided by their number"
+_COST_DIGITS = {"threads": 1, "descriptors": 1, "memory_kib": 0}
+_HEADINGS = (
+    *("workload", "peer", "req/s", "p50 us", "p95 us", "p99 us", "requests", "spread"),
+    *("p50/raw", "p50/TorchRL", "req/s/TorchRL", "thr/cl", "fd/cl", "KiB/cl"),
+)
+
+
+def median(result: Result, metric: str) -> float | None:
+    """The metric's median over the rounds, or its one value if it is a per-client cost."""
+    if metric in _COST_DIGITS:
+        return result.cost.get(metric)
+    values = [round_[metric] for round_ in result.rounds.values()]
+    return statistics.median(values) if values else None
+
+
+def ratio(subject: Result, base: Result | None, metric: str) -> float | None:
+    """The median of the per-round ratios, so that the machine's slow minutes cancel out."""
+    if base is None:
+        return None
+    shared = subject.rounds.keys() & base.rounds.keys()
+    values = [subject.rounds[n][metric] / base.rounds[n][metric] for n in shared]
+    return statistics.median(values) if values else None
+
+
+def reached(goal: Goal, results: Results) -> float | None:
+    """What the goal's metric came to, or None if it was not measured."""
+    subject = results.get(goal.subject)
+    if subject is None:
+        return None
+    if goal.base is None:
+        return median(subject, goal.metric)
+    return ratio(subject, results.get(goal.base), goal.metric)
+
+
+def verdict(goal: Goal, results: Results) -> str:
+    value = reached(goal, results)
+    if value is None:
+        return "not measured"
+    return "met" if goal.met(value) else "NOT MET"
+
+
+def table(suite: Suite, results: Results) -> str:
+    """One line per entry; ratios are given on the subject's lines only."""
+    rows = [_HEADINGS, *(_row(suite, results, result) for result in results.values())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    return "\n".join(_aligned(row, widths) for row in rows)
+
+
+def goals(suite: Suite, results: Results) -> str:
+    """One line per goal: verdict, what it is, reached, limit."""
+    return "\n".join(_goal_line(goal, results) for goal in suite.goals)
+
+
+def failures(results: Results) -> str:
+    """What went wrong, with the peer's own words."""
+    failed = [result for result in results.values() if result.failure]
+    return "\n".join(f"FAILED {_name(r.entry)}: {r.failure}" for r in failed)
+
+
+def write_json(path: Path, suite: Suite, results: Results, context: dict[str, Any]) -> None:
+    """Everything the table says, each round by itself, and where it was measured."""
+    document = {
+        **context,
+        "methods": {"threads, descriptors": _COUNT_METHOD, "memory_kib": MEMORY_METHOD},
+        "results": [_result_record(result) for result in results.values()],
+        "goals": [_goal_record(goal, results) for goal in suite.goals],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _row(suite: Suite, results: Results, result: Result) -> tuple[str, ...]:
+    entry = result.entry
+    if not result.rounds:
+        return (entry.workload.name, entry.peer, "failed", *[""] * (len(_HEADINGS) - 3))
+    speed = [_number(median(result, m), 0) for m in ("rate", "p50_us", "p95_us", "p99_us")]
+    requests = str(sum(int(round_["requests"]) for round_ in result.rounds.values()))
+    p50s = [round_["p50_us"] for round_ in result.rounds.values()]
+    spread = f"{max(p50s) / min(p50s):.1f}x"
+    cost = [_number(result.cost.get(key), digits) for key, digits in _COST_DIGITS.items()]
+    ratios = _ratios(suite, results, entry)
+    return (entry.workload.name, entry.peer, *speed, requests, spread, *ratios, *cost)
+
+
+def _ratios(suite: Suite, results: Results, entry: Entry) -> Iterable[str]:
+    if entry.peer != suite.subject:
+        return ("", "", "")
+    raw = results.get(Entry("raw_gloo", entry.workload))
+    rival = results.get(Entry("torchrl", entry.workload))
+    pairs = ((raw, "p50_us"), (rival, "p50_us"), (rival, "rate"))
+    return [_number(ratio(results[entry], base, metric), 2) for base, metric in pairs]
+
+
+def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
+    left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+    right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+    return "  ".join([*left, *right]).rstrip()
+
+
+def _goal_line(goal: Goal, results: Results) -> str:
+    value = _number(reached(goal, results), 2) or "-"
+    return f"{verdict(goal, results):12}  {goal.text}: {value} ({goal.sense} {goal.limit:.2f})"
+
+
+def _goal_record(goal: Goal, results: Results) -> dict[str, Any]:
+    return {
+        "goal": f"{goal.text} {goal.sense} {goal.limit:.2f}",
+        "reached": reached(goal, results),
+        "verdict": verdict(goal, results),
+    }
+
+
+def _result_record(result: Result) -> dict[str, Any]:
+    metrics = ("rate", "p50_us", "p95_us", "p99_us")
+    return {
+        "peer": result.entry.peer,
+        "workload": dataclasses.asdict(result.entry.workload),
+        "median": {metric: median(result, metric) for metric in metrics},
+        "rounds": list(result.rounds.values()),
+        "per_client": result.cost,
+        "versions": result.versions,
+        "failure": result.failure,
+    }
+
+
+def _name(entry: Entry) -> str:
+    return f"{entry.peer}, {entry.workload.name}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

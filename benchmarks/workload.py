@@ -1,0 +1,51 @@
+"""What a client sends, as plain data: importable by an interpreter that has no meshinfer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_ITEM_BYTES = {"float32": 4, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a request or a reply, `dtype` being the name of a torch dtype."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A number of clients, each with one request in flight at a time."""
+
+    name: str
+    request: tuple[Leaf, ...]
+    clients: int = 1
+    reply: tuple[Leaf, ...] = (Leaf("action", (2,)),)
+
+    @property
+    def request_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.request)
+
+    @property
+    def reply_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.reply)
+
+
+VECTOR_1 = Workload("vector, 1 client", (Leaf("observation", (4,)),))
+VECTOR_4 = Workload("vector, 4 clients", (Leaf("observation", (4,)),), clients=4)
+VECTOR_16 = Workload("vector, 16 clients", (Leaf("observation", (4,)),), clients=16)
+ONE_LEAF = Workload("1 leaf of 128", (Leaf("leaf_0", (128,)),))
+EIGHT_LEAVES = Workload("8 leaves of 16", tuple(Leaf(f"leaf_{i}", (16,)) for i in range(8)))
+PIXELS = Workload("pixels, 1 client", (Leaf("pixels", (4, 84, 84), "uint8"),))
+
+WORKLOADS = {
+    load.name: load for load in (VECTOR_1, VECTOR_4, VECTOR_16, ONE_LEAF, EIGHT_LEAVES, PIXELS)
+}

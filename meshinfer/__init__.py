@@ -1,0 +1,76 @@
+"""Serve one policy to many environment ranks, in batches.
+
+Each row of a batch finds its way back to the rank that sent it. The default
+process group is yours: meshinfer never creates, needs or touches it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from meshinfer._version import __version__
+from meshinfer.errors import (
+    ClosedError,
+    MeshError,
+    MeshInferError,
+    PeerLostError,
+    RefusedError,
+    RemoteError,
+    ServerClosedError,
+    TransportError,
+)
+from meshinfer.inference import (
+    InferenceClient,
+    InferenceFuture,
+    InferenceTransport,
+    inference_transport_kind,
+    make_inference_transport,
+)
+from meshinfer.inference.distributed import DistributedClient, DistributedTransport
+from meshinfer.layout import PayloadLayout
+from meshinfer.mesh import LaunchEnvironment, Mesh, PerNode, RankGroup, init_mesh
+from meshinfer.server import InferenceServer, InferenceServerConfig, ServerStats
+from meshinfer.transport import (
+    TransportConfig,
+    TransportKind,
+    as_transport_config,
+    normalize_transport_kind,
+    register_transport_resolver,
+    resolve_transport,
+)
+
+__all__ = [
+    "ClosedError",
+    "DistributedClient",
+    "DistributedTransport",
+    "InferenceClient",
+    "InferenceFuture",
+    "InferenceServer",
+    "InferenceServerConfig",
+    "InferenceTransport",
+    "LaunchEnvironment",
+    "Mesh",
+    "MeshError",
+    "MeshInferError",
+    "PayloadLayout",
+    "PeerLostError",
+    "PerNode",
+    "RankGroup",
+    "RefusedError",
+    "RemoteError",
+    "ServerClosedError",
+    "ServerStats",
+    "TransportConfig",
+    "TransportError",
+    "TransportKind",
+    "__version__",
+    "as_transport_config",
+    "inference_transport_kind",
+    "init_mesh",
+    "make_inference_transport",
+    "normalize_transport_kind",
+    "register_transport_resolver",
+    "resolve_transport",
+]
+
+logging.getLogger("meshinfer").addHandler(logging.NullHandler())

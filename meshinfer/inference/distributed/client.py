@@ -1,0 +1,293 @@
+"""The client of a :class:`~meshinfer.inference.distributed.transport.DistributedTransport`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch.distributed import TCPStore
+
+from meshinfer.errors import (
+    ClosedError,
+    PeerLostError,
+    RefusedError,
+    ServerClosedError,
+    TransportError,
+)
+from meshinfer.inference.distributed.connection import Connection
+from meshinfer.inference.distributed.frames import Field, Frame, Kind
+from meshinfer.inference.distributed.join import Hello, Identity, Joining
+from meshinfer.inference.distributed.locate import Locator
+from meshinfer.inference.distributed.pair import CLIENT, SERVER, GlooDevice, Pair
+from meshinfer.inference.future import ReplyFuture
+from meshinfer.inference.interaction import current_interaction
+from meshinfer.layout import PayloadLayout
+from meshinfer.rendezvous import ServerAddress, choose_address, connect_store
+
+__all__ = ["DistributedClient"]
+
+logger = logging.getLogger("meshinfer.distributed")
+
+_GOODBYE_SECONDS = 2.0
+_PROBE_SECONDS = 5.0
+_RETURN_SECONDS = 5.0
+_LOOK_AGAIN_SECONDS = 1.0
+_abandoned: list[Connection] = []
+"""Connections that a fork copied: their threads are not here, so they can be neither used nor destroyed."""
+
+
+class DistributedClient:
+    """One environment rank's way to the policy server.
+
+    Connects on first use, waiting for the server if it has not started yet. Picklable: the copy connects on its own.
+    May be shared by threads. After the server is lost the next call looks for it again.
+
+    Args:
+        locator: finds the server.
+        request_layout, response_layout: of the payloads.
+        identity: see :class:`~meshinfer.inference.distributed.join.Identity`.
+        timeout: seconds for connecting, and after which a waiter without a deadline of its own asks whether the
+            server is alive.
+        window: requests on the wire at once; more wait in this process.
+        interface: see :func:`~meshinfer.rendezvous.choose_address`.
+    """
+
+    def __init__(
+        self,
+        locator: Locator,
+        request_layout: PayloadLayout,
+        response_layout: PayloadLayout,
+        *,
+        identity: Identity,
+        timeout: float,
+        window: int,
+        interface: str | None,
+    ) -> None:
+        self._locator = locator
+        self._request_layout = request_layout
+        self._response_layout = response_layout
+        self._identity = identity
+        self._timeout = timeout
+        self._window = window
+        self._interface = interface
+        self._closed = False
+        self._reset()
+
+    def __call__(self, payload: TensorDictBase, timeout: float | None = None) -> TensorDictBase:
+        """The policy's reply to ``payload``.
+
+        Args:
+            payload: a TensorDict as the request spec declares it; extra keys are left out, and it stays unchanged.
+            timeout: seconds for everything, connecting included; ``None`` waits while the server is alive.
+
+        Returns:
+            An independent TensorDict with the keys of the response spec and the policy version.
+
+        Raises:
+            ValueError, TypeError: the payload does not match the request spec; nothing was sent.
+            TimeoutError: the request is given up.
+            RefusedError, ServerClosedError, PeerLostError, ClosedError: see :mod:`meshinfer.errors`.
+            Exception: what the policy raised.
+        """
+        if timeout is None:
+            return self.submit(payload).result()
+        deadline = time.monotonic() + timeout
+        future = self.submit(payload, timeout)
+        try:
+            return future.result(deadline - time.monotonic())
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def submit(self, payload: TensorDictBase, timeout: float | None = None) -> ReplyFuture:
+        """Send ``payload`` and return at once with a future; errors as in :meth:`__call__`.
+
+        Args:
+            payload: copied before this returns.
+            timeout: seconds for connecting, when this is the first use; the transport's by default.
+        """
+        if self._closed:
+            self._check_open()
+        frame = self._spare.pop() if self._spare else Frame(self._request_layout)
+        self._request_layout.pack(payload, frame.views)
+        connection = self._connection
+        if connection is None or connection.ended or self._pid != os.getpid():
+            connection = self._connect(self._timeout if timeout is None else timeout)
+        return connection.submit(frame, current_interaction())
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this client that have neither been answered nor given up."""
+        return 0 if self._connection is None else self._connection.in_flight
+
+    def close(self) -> None:
+        """Leave the server; requests in flight raise :class:`~meshinfer.errors.ClosedError`. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            connection = self._connection
+        if connection is None:
+            self._report_absence()
+        self._finalizer()
+
+    def __enter__(self) -> DistributedClient:
+        self._check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = (
+            "closed"
+            if self._closed
+            else "not connected"
+            if self._connection is None
+            else "connected"
+        )
+        return f"DistributedClient({self._identity} of {self._locator}, {state})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_open()
+        kept = dict(self.__dict__)
+        for name in ("_lock", "_connection", "_finalizer", "_holder", "_pid", "_spare"):
+            kept.pop(name)  # they belong to this process
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._connection: Connection | None = None
+        self._spare: list[Frame] = []
+        self._holder: list[Connection] = []
+        self._finalizer = weakref.finalize(self, _leave, self._holder, self._pid)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this client was closed; make a new one with transport.client()")
+
+    def _connect(self, timeout: float) -> Connection:
+        with self._lock:
+            self._check_open()
+            self._forsake_forked()
+            connection = self._connection
+            if connection is not None:
+                if not connection.ended:
+                    return connection  # another thread was first
+                timeout = min(timeout, self._check_may_return(connection))
+                connection.close(_GOODBYE_SECONDS)
+            deadline = time.monotonic() + timeout
+            self._connection = connection = self._join(deadline, timeout)
+            self._holder[:] = [connection]
+            return connection
+
+    def _forsake_forked(self) -> None:
+        if self._pid != os.getpid():
+            _abandoned.extend(self._holder)
+            self._holder.clear()
+            self._spare.clear()
+            self._connection = None
+            self._pid = os.getpid()
+            self._finalizer.detach()
+            self._finalizer = weakref.finalize(self, _leave, self._holder, self._pid)
+
+    def _check_may_return(self, ended: Connection) -> float:
+        """Seconds to look for a lost server again; raises where nothing can come of it."""
+        if ended.replaced or (
+            isinstance(ended.error, ServerClosedError) and not self._locator.moves
+        ):
+            raise ended.error
+        return _RETURN_SECONDS
+
+    def _join(self, deadline: float, timeout: float) -> Connection:
+        address, store = self._reach(deadline)
+        hello = Hello.of(self._identity, self._request_layout, self._response_layout)
+        joining = Joining(
+            store, address.secret, hello.nonce, CLIENT, max(deadline - time.monotonic(), 0.01)
+        )
+        answer = joining.say_hello(hello)
+        local = choose_address(self._interface, reach=(address.host, address.port))
+        pair = joining.build_pair(GlooDevice.at(local))
+        self._prove(pair, joining, answer["nonce"])
+        key = answer["policy_version_key"]
+        return Connection(
+            pair,
+            self._request_layout,
+            self._response_layout,
+            window=self._window,
+            spare=self._spare,
+            policy_version_key=None if key is None else tuple(key),
+            patience=self._timeout,
+            probe=lambda: _probe(address),
+        )
+
+    def _reach(self, deadline: float) -> tuple[ServerAddress, TCPStore]:
+        """A connection to the server's store; a server that moves is looked up again while nobody answers."""
+        while True:
+            address = self._locator.find(max(deadline - time.monotonic(), 0.01))
+            left = max(deadline - time.monotonic(), 0.01)
+            patience = min(left, _LOOK_AGAIN_SECONDS) if self._locator.moves else left
+            try:
+                return address, connect_store(
+                    address.host, address.port, patience, awaited="the policy server"
+                )
+            except TimeoutError:
+                if patience == left:
+                    raise
+
+    def _prove(self, pair: Pair, joining: Joining, server_nonce: str) -> None:
+        mine, shown = Frame(self._request_layout), Frame(self._response_layout)
+        mine.header[Field.KIND] = Kind.PROOF
+        mine.proof[:] = joining.proof(CLIENT, server_nonce)
+        try:
+            received = pair.receive(shown.message)
+            sent = pair.send(mine.message)
+            received.wait(joining.left())
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"the server went away while this client joined: {error}"
+            ) from error
+        del sent
+        if bytes(shown.proof) != joining.proof(SERVER, server_nonce):
+            raise RefusedError("the other end of the new pair does not hold the job secret")
+
+    def _report_absence(self) -> None:
+        """A rank that never needed the policy tells the server not to wait for it."""
+        if self._identity.rank is None:
+            return
+        try:
+            address = self._locator.find(_GOODBYE_SECONDS)
+            store = connect_store(
+                address.host, address.port, _GOODBYE_SECONDS, awaited="the policy server"
+            )
+            hello = Hello.of(
+                self._identity, self._request_layout, self._response_layout, absent=True
+            )
+            Joining(store, address.secret, hello.nonce, CLIENT, _GOODBYE_SECONDS).announce(hello)
+        except (TransportError, TimeoutError, ValueError) as error:
+            logger.debug("%s left without telling the server: %s", self._identity, error)
+
+
+def _probe(address: ServerAddress) -> None:
+    connect_store(
+        address.host, address.port, _PROBE_SECONDS, awaited="a sign of life of the policy server"
+    )
+
+
+def _leave(holder: list[Connection], pid: int) -> None:
+    """Close without the client, when it is collected or the interpreter exits."""
+    if pid != os.getpid():
+        return _abandoned.extend(holder)
+    for connection in holder:
+        connection.close(_GOODBYE_SECONDS)
+    holder.clear()

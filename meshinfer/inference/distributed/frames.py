@@ -1,0 +1,71 @@
+"""Messages on a pair: one fixed-size frame each way for each request.
+
+A frame is a header of :data:`HEADER_BYTES` and one row. Layouts are compared before a pair is built, so both sides
+know both sizes: gloo ends a process that receives more than it has made room for.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from torch import Tensor
+
+from meshinfer.layout import PayloadLayout
+
+__all__ = ["HEADER_BYTES", "TAG_ERROR", "TAG_FRAME", "Field", "Frame", "Kind"]
+
+HEADER_BYTES = 64
+TAG_FRAME = 0
+TAG_ERROR = 1
+TAG_ABORT = 2
+_PROOF = slice(32, 64)
+
+
+class Kind(IntEnum):
+    """What a frame says."""
+
+    PROOF = 1
+    """Either way, first on a new pair: I hold the job secret."""
+    REQUEST = 2
+    RESULT = 3
+    ERROR = 4
+    """A reply: an exception follows as a message of its own, :attr:`Field.LENGTH` bytes long."""
+    BYE = 5
+    """From a client: I leave. The server answers with BYE."""
+    CLOSED = 6
+    """From a server: I shut down. The client answers with BYE."""
+    REPLACED = 7
+    """From a server: a newer session of the same client has taken over."""
+
+
+class Field(IntEnum):
+    """Positions in the header, as int64."""
+
+    KIND = 0
+    ID = 1
+    ACKNOWLEDGED = 2
+    """Requests only: how many replies the client has received on this pair."""
+    INTERACTION = 3
+    """Requests only: code of the interaction type."""
+    VERSION = 2
+    """Results only: the policy version, :data:`NO_VERSION` for none."""
+    LENGTH = 3
+    """Errors only: bytes of the message that follows."""
+
+
+NO_VERSION = -1
+
+
+class Frame:
+    """One message buffer: the tensor that gloo moves, its header as integers and the views of its row."""
+
+    __slots__ = ("header", "message", "proof", "row", "views")
+
+    def __init__(self, layout: PayloadLayout) -> None:
+        buffer = layout.new_rows(header_bytes=HEADER_BYTES)
+        octets = memoryview(buffer[:HEADER_BYTES].numpy().data).cast("B")
+        self.message: list[Tensor] = [buffer]
+        self.header = octets.cast("q")
+        self.proof = octets[_PROOF]
+        self.row = buffer[HEADER_BYTES:]
+        self.views = layout.views(self.row)

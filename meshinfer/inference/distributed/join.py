@@ -1,0 +1,256 @@
+"""How a client and a server meet: hello, answer, addresses, proof.
+
+All messages are queue items in the server's private store, each sealed with the job secret::
+
+    client -> "join"             hello: who I am, library version, layout fingerprints, a nonce
+    server -> "answer/<nonce>"   a session number and a nonce of its own, or why not
+    both   -> "pair/<nonce>/..." gloo addresses, for the pair
+    both   -> first frame        proof of the secret on the new pair itself
+
+Queues leave no key behind, and a client that dies in between leaves at most its own, which the server removes.
+Nothing that a peer sent is unpickled before the proof; what is read before it is JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, TCPStore
+
+import meshinfer
+from meshinfer.errors import RefusedError, ServerClosedError
+from meshinfer.inference.distributed.pair import CLIENT, SERVER, AddressExchange, GlooDevice, Pair
+from meshinfer.layout import PayloadLayout
+
+__all__ = ["JOIN_QUEUE", "Hello", "Identity", "Joining", "answer_queue", "open_sealed", "seal"]
+
+JOIN_QUEUE = "join"
+_NONCE_CHARACTERS = 32
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a client is. A new session of the same rank and index replaces the old one.
+
+    Args:
+        rank: of the process in its job; ``None`` for a client that nobody replaces.
+        index: which of the clients of that rank.
+    """
+
+    rank: int | None = None
+    index: int = 0
+
+    def __str__(self) -> str:
+        name = "client" if self.rank is None else f"rank {self.rank}"
+        return name if self.index == 0 else f"{name} client {self.index}"
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a client says of itself before it is admitted."""
+
+    identity: Identity
+    nonce: str
+    version: str
+    request: Mapping[str, Any]
+    response: Mapping[str, Any]
+    host: str
+    pid: int
+    absent: bool = False
+    """The client never connected and never will."""
+
+    @classmethod
+    def of(
+        cls,
+        identity: Identity,
+        request: PayloadLayout,
+        response: PayloadLayout,
+        *,
+        absent: bool = False,
+    ) -> Hello:
+        """This process's."""
+        return cls(
+            identity=identity,
+            nonce=secrets.token_hex(_NONCE_CHARACTERS // 2),
+            version=meshinfer.__version__,
+            request={"fingerprint": request.fingerprint, **request.describe()},
+            response={"fingerprint": response.fingerprint, **response.describe()},
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            absent=absent,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {**vars(self), "identity": vars(self.identity)}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Hello:
+        """Raises :class:`ValueError`, :class:`TypeError` or :class:`KeyError` for anything but a hello."""
+        hello = cls(**{**fields, "identity": Identity(**fields["identity"])})
+        if len(hello.nonce) != _NONCE_CHARACTERS or not hello.nonce.isalnum():
+            raise ValueError("not a nonce")
+        return hello
+
+    def __str__(self) -> str:
+        return f"{self.identity} (pid {self.pid} on {self.host})"
+
+    def objection(self, request: PayloadLayout, response: PayloadLayout) -> str | None:
+        """Why a server with these layouts cannot serve this client, or ``None``."""
+        if self.version != meshinfer.__version__:
+            return f"the client runs meshinfer {self.version}, the server {meshinfer.__version__}; install one version"
+        for layout, theirs in ((request, self.request), (response, self.response)):
+            if theirs["fingerprint"] != layout.fingerprint:
+                return f"the {layout.name} layouts differ: {layout.difference(theirs)} (here: the server)"
+        return None
+
+
+def answer_queue(nonce: str) -> str:
+    """Where the client with this nonce looks for the server's answer."""
+    return f"answer/{nonce}"
+
+
+def seal(secret: bytes, context: str, content: Mapping[str, Any]) -> bytes:
+    """``content`` as bytes with a proof that the sender holds ``secret`` and meant it for ``context``."""
+    text = json.dumps(content).encode()
+    return _mac(secret, context, text).hex().encode() + text
+
+
+def open_sealed(secret: bytes, context: str, data: bytes) -> dict[str, Any] | None:
+    """The content, or ``None`` when it was not sealed with ``secret`` for ``context``."""
+    proof, text = data[:64], data[64:]
+    if not hmac.compare_digest(proof, _mac(secret, context, text).hex().encode()):
+        return None
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+def _mac(secret: bytes, context: str, text: bytes) -> bytes:
+    return hmac.new(secret, context.encode() + b"\0" + text, hashlib.sha256).digest()
+
+
+class Joining:
+    """One side of one join, until the pair is built and proved.
+
+    Args:
+        store: a connection of its own to the server's private store.
+        secret: of the job.
+        nonce: of the client's hello.
+        rank: :data:`SERVER` or :data:`CLIENT`.
+        timeout: seconds for the rest of the join.
+    """
+
+    def __init__(
+        self, store: TCPStore, secret: bytes, nonce: str, rank: int, timeout: float
+    ) -> None:
+        self._store = store
+        self._secret = secret
+        self._nonce = nonce
+        self._rank = rank
+        self._deadline = time.monotonic() + timeout
+
+    def remaining(self) -> float:
+        """Seconds left, never quite zero."""
+        return max(self._deadline - time.monotonic(), 0.01)
+
+    def left(self) -> timedelta:
+        """As :meth:`remaining`, for torch."""
+        return timedelta(seconds=self.remaining())
+
+    def say_hello(self, hello: Hello) -> dict[str, Any]:
+        """Client: ask to be admitted; the server's answer.
+
+        Raises:
+            TimeoutError: no answer.
+            RefusedError: the server said no, or does not hold our secret.
+            ServerClosedError: it is shutting down.
+        """
+        self.announce(hello)
+        data = self._pop(answer_queue(self._nonce), "the server's answer")
+        answer = open_sealed(self._secret, f"answer/{self._nonce}", data)
+        if answer is None:
+            raise RefusedError(
+                "the server holds another job secret: this is the server of another job, or MESHINFER_SECRET "
+                "(or secret=) differs between the two ranks"
+            )
+        if "closed" in answer:
+            raise ServerClosedError("the server is shutting down")
+        if "refused" in answer:
+            raise RefusedError(f"{hello} was refused: {answer['refused']}")
+        return answer
+
+    def announce(self, hello: Hello) -> None:
+        """Client: put a hello where the server looks for it."""
+        self._store.queue_push(JOIN_QUEUE, seal(self._secret, "hello", hello.to_json()))
+
+    def answer(self, content: Mapping[str, Any]) -> None:
+        """Server: admit or refuse."""
+        sealed = seal(self._secret, f"answer/{self._nonce}", content)
+        self._store.queue_push(answer_queue(self._nonce), sealed)
+
+    def build_pair(self, device: GlooDevice) -> Pair:
+        """Both: the pair, once the other side has come too.
+
+        Raises:
+            TimeoutError: it has not.
+        """
+        exchange = AddressExchange(self._send_address, self._receive_address)
+        try:
+            return Pair(exchange, self._rank, device, self.remaining())
+        except RuntimeError as error:
+            raise TimeoutError(f"the other side did not complete the gloo pair: {error}") from error
+        finally:
+            exchange.forget()
+
+    def proof(self, rank: int, server_nonce: str) -> bytes:
+        """What the side ``rank`` shows on the new pair."""
+        return _mac(self._secret, f"pair/{rank}", f"{self._nonce}/{server_nonce}".encode())
+
+    def clean_up(self) -> None:
+        """Server: remove what a client that died in between has left in the store."""
+        left = [answer_queue(self._nonce), self._address_queue(SERVER), self._address_queue(CLIENT)]
+        with contextlib.suppress(
+            DistError, RuntimeError
+        ):  # an empty queue, or a store that has closed meanwhile
+            for queue in left:
+                while self._store.queue_len(queue):
+                    self._store.queue_pop(queue, block=False)
+
+    def _send_address(self, key: str, value: bytes) -> None:
+        sealed = seal(
+            self._secret, self._address_queue(self._rank), {"key": key, "value": value.hex()}
+        )
+        self._store.queue_push(self._address_queue(self._rank), sealed)
+
+    def _receive_address(self) -> tuple[str, bytes]:
+        queue = self._address_queue(CLIENT if self._rank == SERVER else SERVER)
+        content = open_sealed(
+            self._secret, queue, self._pop(queue, "the other side's gloo address")
+        )
+        if content is None:
+            raise RefusedError("a gloo address in the store was not sealed with the job secret")
+        return content["key"], bytes.fromhex(content["value"])
+
+    def _address_queue(self, rank: int) -> str:
+        return f"pair/{self._nonce}/{rank}"
+
+    def _pop(self, queue: str, awaited: str) -> bytes:
+        left = self.remaining()
+        self._store.set_timeout(timedelta(seconds=left))
+        try:
+            return self._store.queue_pop(queue)
+        except (DistError, RuntimeError) as error:
+            raise TimeoutError(
+                f"waited {left:.1f} s for {awaited}; the last word was: {error}"
+            ) from error

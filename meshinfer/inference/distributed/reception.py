@@ -1,0 +1,270 @@
+"""The server's side as a whole: the private store, the clients that join, and the requests that are ready."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+from torch.distributed import DistError, TCPStore
+
+from meshinfer.inference.distributed.frames import Kind
+from meshinfer.inference.distributed.join import JOIN_QUEUE, Hello, Identity, Joining, open_sealed
+from meshinfer.inference.distributed.pair import SERVER, GlooDevice
+from meshinfer.inference.distributed.session import Request, Session
+from meshinfer.layout import PayloadLayout
+from meshinfer.rendezvous import PrivateStore, ServerAddress
+
+__all__ = ["Reception"]
+
+logger = logging.getLogger("meshinfer.distributed")
+
+_STOP = b"stop"
+_FOREVER = timedelta(days=3650)
+_JOIN_SECONDS = 30.0
+_GOODBYE_SECONDS = 2.0
+
+
+class Reception:
+    """Admits clients and collects their requests.
+
+    One thread waits in the private store for the next client, with no polling; each client that comes gets a thread,
+    which builds the pair and then receives. A client that dies half-way costs its own thread's time and nothing else.
+
+    Args:
+        request_layout, response_layout: of the payloads.
+        host, port: where the private store listens.
+        secret: of the job.
+        expected_ranks: clients that :meth:`wait_until_left` waits for, by the rank of their process.
+        join_timeout: seconds for one client to complete its join.
+    """
+
+    def __init__(
+        self,
+        request_layout: PayloadLayout,
+        response_layout: PayloadLayout,
+        *,
+        host: str,
+        port: int,
+        secret: bytes,
+        expected_ranks: Iterable[int] = (),
+        join_timeout: float = _JOIN_SECONDS,
+    ) -> None:
+        self.request_layout = request_layout
+        self.response_layout = response_layout
+        self.pending: deque[Request] = deque()
+        self.policy_version_key: tuple[str, ...] | None = ("policy_version",)
+        self.on_ready: Callable[[], None] | None = None
+        self._store = PrivateStore(host, port)
+        self.address = ServerAddress(self._store.host, self._store.port, secret)
+        self.device = GlooDevice.at(host)
+        self._join_timeout = join_timeout
+        self._work = threading.Event()
+        self._changed = threading.Condition()
+        self._sessions: dict[Identity, Session] = {}
+        self._joining: set[Session] = set()
+        self._expected = frozenset(expected_ranks)
+        self._seen: set[int] = set()
+        self._joins = 0
+        self._hellos = 0
+        self._closing = False
+        self._closed = threading.Event()
+        self._listener = threading.Thread(
+            target=self._listen, name="meshinfer-listener", daemon=True
+        )
+        self._listener.start()
+
+    @property
+    def closing(self) -> bool:
+        """Whether :meth:`close` has begun."""
+        return self._closing
+
+    @property
+    def clients(self) -> int:
+        """Clients connected now."""
+        return len(self._sessions)
+
+    def store_keys(self) -> list[str]:
+        """Keys in the private store now."""
+        return self._store.keys()
+
+    def ready(self, request: Request) -> None:
+        """A session's thread: a request is complete."""
+        self.pending.append(request)
+        if self._closing:
+            request.release()  # nobody will gather it, and its row must not hold its session up
+        elif (callback := self.on_ready) is not None:
+            callback()
+        else:
+            self._work.set()
+
+    def wake(self) -> None:
+        """Make :meth:`wait_for_work` return."""
+        self._work.set()
+
+    def wait_for_work(self, timeout: float | None) -> bool:
+        """Until a request is ready, the reception closes or is woken."""
+        if not self.pending and not self._closing:
+            self._work.wait(timeout)
+        self._work.clear()
+        return bool(self.pending)
+
+    def take(self, max_items: int) -> list[Request]:
+        """At most ``max_items`` waiting requests, oldest first."""
+        pending = self.pending
+        return [pending.popleft() for _ in range(min(max_items, len(pending)))]
+
+    def wait_until_left(self, num_clients: int | None, timeout: float | None = None) -> bool:
+        """Until every client has come and left, or the reception closes; ``False`` when ``timeout`` runs out.
+
+        Args:
+            num_clients: how many clients must have joined; without it, every expected rank, or at least one client.
+            timeout: seconds.
+        """
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closing or self._all_left(num_clients), timeout
+            )
+
+    def _all_left(self, num_clients: int | None) -> bool:
+        if self._sessions or self._joining:
+            return False
+        if num_clients is not None:
+            return self._joins >= num_clients
+        return self._expected <= self._seen if self._expected else self._joins > 0
+
+    # What a session's thread reports.
+
+    def admit(self, session: Session) -> None:
+        """The pair is built and proved; an older session of the same client ends here."""
+        with self._changed:
+            key = session.identity
+            if key.rank is None:
+                key = Identity(None, session.number)
+            session.identity = key
+            replaced = self._sessions.pop(key, None)
+            self._sessions[key] = session
+            self._joining.discard(session)
+            self._joins += 1
+            if key.rank is not None:
+                self._seen.add(key.rank)
+        logger.debug("%s joined as session %d", session.hello, session.number)
+        if replaced is not None:
+            logger.info("%s takes over from %s", session.hello, replaced.hello)
+            replaced.abort(Kind.REPLACED)
+        if self._closing:
+            session.close()
+
+    def leave(self, session: Session, reason: str) -> None:
+        """The session has ended."""
+        logger.debug("%s %s", session.hello, reason)
+        with self._changed:
+            if self._sessions.get(session.identity) is session:
+                del self._sessions[session.identity]
+            self._changed.notify_all()
+
+    def join_failed(self, session: Session, error: Exception) -> None:
+        """The client did not complete its join, or showed a wrong proof."""
+        level = logging.DEBUG if self._closing else logging.WARNING
+        logger.log(level, "%s did not complete its join: %s", session.hello, error)
+        with self._changed:
+            self._joining.discard(session)
+            self._changed.notify_all()
+
+    # The listener's thread.
+
+    def _listen(self) -> None:
+        store = self._store.connect(self._join_timeout)
+        store.set_timeout(_FOREVER)
+        while not self._closing:
+            try:
+                data = store.queue_pop(JOIN_QUEUE)
+            except (DistError, RuntimeError) as error:
+                if not self._closing:
+                    logger.error("the private store failed, no further client can join: %s", error)
+                return
+            if data != _STOP:
+                self._receive_hello(data)
+
+    def _receive_hello(self, data: bytes) -> None:
+        try:
+            content = open_sealed(self.address.secret, "hello", data)
+            hello = Hello.from_json(content if content is not None else json.loads(data[64:]))
+        except (ValueError, TypeError, KeyError) as error:
+            logger.warning("something that is no client wrote to the private store: %s", error)
+            return
+        objection = "it holds another job secret" if content is None else None
+        objection = objection or hello.objection(self.request_layout, self.response_layout)
+        if objection is not None:
+            logger.warning("%s refused: %s", hello, objection)
+            self._answer(hello, {"refused": objection})
+        elif self._closing:
+            self._answer(hello, {"closed": True})
+        elif hello.absent:
+            self._note_absent(hello)
+        else:
+            self._start_session(hello)
+
+    def _answer(self, hello: Hello, content: dict[str, object]) -> None:
+        self._joining_of(hello).answer(content)
+
+    def _joining_of(self, hello: Hello) -> Joining:
+        store = self._store.connect(self._join_timeout)
+        return Joining(store, self.address.secret, hello.nonce, SERVER, self._join_timeout)
+
+    def _note_absent(self, hello: Hello) -> None:
+        with self._changed:
+            if hello.identity.rank is not None:
+                self._seen.add(hello.identity.rank)
+            self._changed.notify_all()
+
+    def _start_session(self, hello: Hello) -> None:
+        with self._changed:
+            self._hellos += 1
+            session = Session(self, self._joining_of(hello), hello, self._hellos)
+            self._joining.add(session)
+        session.thread.start()
+
+    # The end.
+
+    def close(self, timeout: float = _GOODBYE_SECONDS) -> None:
+        """Tell every client, wait for their goodbyes for at most ``timeout`` seconds, cut those that stay silent."""
+        with self._changed:
+            first = not self._closing
+            self._closing = True
+            sessions = [*self._sessions.values(), *self._joining]
+            self._changed.notify_all()
+        if not first:
+            self._closed.wait(timeout + _GOODBYE_SECONDS)
+            return
+        deadline = time.monotonic() + timeout
+        self._stop_listener(timeout)
+        for request in self.take(len(self.pending)):
+            request.release()
+        for session in sessions:
+            session.close()
+        self._join_threads(sessions, deadline)
+        for session in sessions:
+            if session.thread.is_alive():
+                session.abort()
+        self._join_threads(sessions, time.monotonic() + _GOODBYE_SECONDS)
+        self.wake()
+        self._store.close()  # this ends the joins that still wait in it
+        self._join_threads(sessions, time.monotonic() + _GOODBYE_SECONDS)
+        self._closed.set()
+
+    def _stop_listener(self, timeout: float) -> None:
+        store: TCPStore = self._store.connect(timeout)
+        store.queue_push(JOIN_QUEUE, _STOP)
+        self._listener.join(timeout)
+
+    @staticmethod
+    def _join_threads(sessions: Iterable[Session], deadline: float) -> None:
+        current = threading.current_thread()
+        for session in sessions:
+            if session.thread is not current and session.thread.is_alive():
+                session.thread.join(max(deadline - time.monotonic(), 0.0))

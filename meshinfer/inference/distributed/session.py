@@ -1,0 +1,224 @@
+"""The server's half of one pair: a thread that receives, rows of its own, replies that nobody waits for."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from meshinfer.inference.distributed.frames import NO_VERSION, TAG_ERROR, Field, Frame, Kind
+from meshinfer.inference.distributed.join import Hello, Joining
+from meshinfer.inference.distributed.pair import CLIENT, FOREVER, SERVER, Pair
+
+if TYPE_CHECKING:
+    from meshinfer.inference.distributed.reception import Reception
+
+__all__ = ["Request", "Session"]
+
+logger = logging.getLogger("meshinfer.distributed")
+
+_KIND, _ID, _ACKNOWLEDGED, _INTERACTION = (
+    Field.KIND,
+    Field.ID,
+    Field.ACKNOWLEDGED,
+    Field.INTERACTION,
+)
+_VERSION, _LENGTH = Field.VERSION, Field.LENGTH
+_REQUEST, _RESULT = int(Kind.REQUEST), int(Kind.RESULT)
+
+
+class Request:
+    """One request at the server: whose it is, and its row until that is gathered."""
+
+    __slots__ = ("arrived", "held", "identifier", "interaction", "receiver", "session")
+
+    def __init__(self, session: Session, receiver: _Receiver, arrived: float) -> None:
+        header = receiver.frame.header
+        self.session = session
+        self.receiver = receiver
+        self.identifier: int = header[_ID]
+        self.interaction: int = header[_INTERACTION]
+        self.arrived = arrived
+        self.held = True
+
+    @property
+    def row(self) -> Tensor:
+        """The packed request, uint8[row_bytes]; another request's after :meth:`release`."""
+        return self.receiver.frame.row
+
+    def release(self) -> None:
+        """The row has been copied, or will never be: the next request may use it."""
+        if self.held:
+            self.held = False
+            self.receiver.free.release()
+
+
+class _Receiver:
+    """A request frame, the receive posted for it, and whether its last request has been gathered."""
+
+    __slots__ = ("frame", "free", "work")
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.free = threading.Lock()  # held from a request's arrival until it has been gathered
+        self.work: Work | None = None
+
+
+class Session:
+    """One admitted client.
+
+    Its thread builds the pair, checks the client's proof, then receives until the client leaves or is lost. Two
+    request rows take turns, and the next receive is always posted before a request is handed on, so that the client's
+    next send never waits for us. A reply is sent and left alone: its frame is used again once the client has
+    acknowledged it in a later request.
+    """
+
+    def __init__(self, host: Reception, joining: Joining, hello: Hello, number: int) -> None:
+        self.hello = hello
+        self.identity = hello.identity
+        self.number = number
+        self._host = host
+        self._joining: Joining | None = joining
+        self._pair: Pair | None = None
+        self._free: list[Frame] = []
+        self._sent: deque[tuple[Frame | None, list[Any]]] = deque()
+        self._acknowledged = 0
+        self._closing = threading.Lock()
+        self._said_goodbye = False
+        self.thread = threading.Thread(
+            target=self._run, name=f"meshinfer-session-{number}", daemon=True
+        )
+
+    def reply(self, identifier: int, row: Tensor, policy_version: int | None) -> None:
+        """Send a result; ``row`` is copied. A client that has gone is not an error."""
+        frame = self._free.pop() if self._free else Frame(self._host.response_layout)
+        frame.row.copy_(row)
+        header = frame.header
+        header[_KIND], header[_ID] = _RESULT, identifier
+        header[_VERSION] = NO_VERSION if policy_version is None else policy_version
+        self._send(frame, frame)
+
+    def reply_error(self, identifier: int, data: bytes) -> None:
+        """Send an encoded exception: a frame that announces it, then itself."""
+        frame = Frame(self._host.response_layout)
+        header = frame.header
+        header[_KIND], header[_ID], header[_LENGTH] = Kind.ERROR, identifier, len(data)
+        self._send(None, frame, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def say(self, kind: Kind) -> None:
+        """Send a frame that answers no request."""
+        frame = Frame(self._host.response_layout)
+        frame.header[_KIND] = kind
+        self._send(None, frame)
+
+    def close(self) -> None:
+        """Tell the client that the server shuts down; its thread ends when the client has answered."""
+        with self._closing:
+            if (
+                self._said_goodbye or self._pair is None
+            ):  # not admitted yet: the reception calls again
+                return
+            self._said_goodbye = True
+        self.say(Kind.CLOSED)
+
+    def abort(self, kind: Kind | None = None) -> None:
+        """Cut the pair now, whatever the client does."""
+        pair = self._pair
+        if pair is not None:
+            if kind is not None:
+                self.say(kind)
+            pair.abort()
+
+    def _send(self, reusable: Frame | None, frame: Frame, following: Tensor | None = None) -> None:
+        pair = self._pair
+        if pair is None:
+            return
+        held: list[Any] = [frame, following]
+        self._sent.append(
+            (reusable, held)
+        )  # before it is sent: the acknowledgement may overtake us
+        try:
+            held.append(pair.send(frame.message))
+            if following is not None:
+                held.append(pair.send([following], TAG_ERROR))
+        except RuntimeError as error:  # the session's own thread notices too, and ends it
+            logger.debug("no reply to %s: %s", self.hello, error)
+
+    def _run(self) -> None:
+        try:
+            self._build()
+        except Exception as error:
+            self._host.join_failed(self, error)
+            return
+        finally:
+            self._joining = None
+        reason = "left"
+        try:
+            self._receive()
+        except RuntimeError as error:
+            reason = f"was lost ({error})"
+        self._host.leave(self, reason)
+        self._pair = None
+        self._sent.clear()
+
+    def _build(self) -> None:
+        joining = self._joining
+        assert joining is not None
+        server_nonce = secrets.token_hex(16)
+        joining.answer({"nonce": server_nonce, "policy_version_key": self._host.policy_version_key})
+        pair = joining.build_pair(self._host.device)
+        shown = Frame(self._host.request_layout)
+        mine = Frame(self._host.response_layout)
+        mine.header[_KIND] = Kind.PROOF
+        mine.proof[:] = joining.proof(SERVER, server_nonce)
+        expected = joining.proof(CLIENT, server_nonce)
+        pair.receive(shown.message).wait(joining.left())
+        if bytes(shown.proof) != expected or shown.header[_KIND] != Kind.PROOF:
+            raise ConnectionError("the proof on the new pair is wrong")
+        self._receivers = [
+            self._post(pair, _Receiver(Frame(self._host.request_layout))) for _ in range(2)
+        ]
+        self._pair = pair
+        self._host.admit(self)
+        self._send(None, mine)
+
+    def _receive(self) -> None:
+        pair, host = self._pair, self._host
+        assert pair is not None
+        current, other = self._receivers
+        while True:
+            assert current.work is not None
+            current.work.wait(FOREVER)
+            header = current.frame.header
+            if header[_KIND] != _REQUEST:
+                break
+            current.free.acquire()
+            current.work = None
+            if other.work is None:
+                with other.free:  # once its last request has been gathered
+                    self._post(pair, other)
+            self._acknowledge(header[_ACKNOWLEDGED])
+            host.ready(Request(self, current, time.perf_counter()))
+            if not current.free.locked():  # gathered already, by this thread or another
+                self._post(pair, current)
+            current, other = other, current
+        if not self._said_goodbye:
+            self.say(Kind.BYE)
+
+    def _post(self, pair: Pair, receiver: _Receiver) -> _Receiver:
+        receiver.work = pair.receive(receiver.frame.message)
+        return receiver
+
+    def _acknowledge(self, count: int) -> None:
+        while self._acknowledged < count:
+            frame, _ = self._sent.popleft()
+            if frame is not None:
+                self._free.append(frame)
+            self._acknowledged += 1

@@ -1,0 +1,386 @@
+"""The public face of the distributed transport."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from meshinfer.errors import ClosedError
+from meshinfer.inference.distributed.client import DistributedClient
+from meshinfer.inference.distributed.join import Identity
+from meshinfer.inference.distributed.locate import FixedAddress, Listed, Locator
+from meshinfer.inference.distributed.reception import Reception
+from meshinfer.inference.distributed.session import Request
+from meshinfer.inference.future import ReplyFuture
+from meshinfer.inference.remote_errors import encode_exception
+from meshinfer.inference.version import stamp_version
+from meshinfer.layout import PayloadLayout
+from meshinfer.rendezvous import SECRET_VARIABLE, Directory, ServerAddress, choose_address, resolve
+from meshinfer.slots import RowBlock
+
+__all__ = ["DistributedTransport"]
+
+_GOODBYE_SECONDS = 2.0
+
+
+class DistributedTransport:
+    """Requests over standalone gloo pairs, between any processes that reach each other by TCP.
+
+    The server's side owns a private ``TCPStore``, bound to one interface, where clients join; each client gets a
+    process group of its own with the server, and one message each way for each request. The user's default process
+    group is neither needed nor touched. Requests and replies have fixed layouts, which both sides compare before a
+    pair is built. Implements :class:`~meshinfer.inference.protocol.BatchedTransport`.
+
+    Args:
+        request_spec: example of one request: a TensorDict (or tensorclass) whose leaves have the shapes and dtypes of
+            the real ones; ``batch_size=[B]`` for clients that step ``B`` environments at once. CPU tensors.
+        response_spec: example of one reply, with the same ``batch_size``.
+        backend: ``"gloo"``.
+        timeout: seconds for a client to connect; also how long a waiter without a deadline waits before it asks
+            whether the server is alive. Idling has no limit.
+        role: ``"server"`` for the process that serves, ``"client"`` for one that only makes clients.
+        host: server: the address to listen on (as ``interface``); client: the server's address.
+        port: server: the port of the private store, 0 or ``None`` lets the system choose; client: the server's.
+        secret: proves that both sides belong to one job. ``MESHINFER_SECRET`` by default; else a server makes one,
+            which clients get with :meth:`client` or through the launcher's store.
+        interface: name or address of the interface to use, see :func:`~meshinfer.rendezvous.choose_address`.
+        window: requests of one client on the wire at once; the server keeps two rows for each client either way.
+        directory: where the server is published, and looked up when no ``port`` is given. Set by the mesh.
+        name: of this server in the directory; two servers of one job need two names.
+        rank: of this process in its job: a client of the same rank that comes later takes over.
+        expected_ranks: ranks whose clients a server waits for, see :meth:`wait_until_left`.
+        spans_hosts: whether clients are on other hosts, so that a loopback address cannot work.
+
+    Raises:
+        ValueError, TypeError: an argument cannot work; says which and what to give instead.
+    """
+
+    transport_kind = "distributed"
+
+    def __init__(
+        self,
+        request_spec: Any,
+        response_spec: Any,
+        *,
+        backend: Literal["gloo"] = "gloo",
+        timeout: float = 60.0,
+        role: Literal["server", "client"] = "server",
+        host: str | None = None,
+        port: int | None = None,
+        secret: str | bytes | None = None,
+        interface: str | None = None,
+        window: int = 2,
+        directory: Directory | None = None,
+        name: str = "policy",
+        rank: int | None = None,
+        expected_ranks: Iterable[int] = (),
+        spans_hosts: bool = False,
+    ) -> None:
+        _check(backend=backend, timeout=timeout, role=role, port=port, window=window)
+        self.request_layout = PayloadLayout.from_spec(request_spec, name="request")
+        self.response_layout = PayloadLayout.from_spec(response_spec, name="response")
+        self._declared = frozenset(leaf.key for leaf in self.response_layout.leaves)
+        _check_batch_sizes(self.request_layout, self.response_layout)
+        self.backend = backend
+        self.role = role
+        self.timeout = float(timeout)
+        self._window = window
+        self._interface = interface
+        self._rank = rank
+        self._indices = itertools.count()
+        self._closed = False
+        self._own_client: DistributedClient | None = None
+        self._reception: Reception | None = None
+        given = _given_secret(secret)
+        if role == "server":
+            reach = None if directory is None else (directory.host, directory.port)
+            self._reception = self._open(host, port, given, reach, spans_hosts, expected_ranks)
+            self._locator: Locator = FixedAddress(self._reception.address)
+            if directory is not None:
+                directory.publish(
+                    name, self._reception.address, timeout=self.timeout, with_secret=given is None
+                )
+        else:
+            self._locator = _locator(host, port, given, directory, name)
+        withdraw = (directory, name) if directory is not None and role == "server" else None
+        self._finalizer = weakref.finalize(self, _close, self._reception, withdraw, os.getpid())
+
+    def _open(
+        self,
+        host: str | None,
+        port: int | None,
+        secret: bytes | None,
+        reach: tuple[str, int] | None,
+        spans_hosts: bool,
+        expected_ranks: Iterable[int],
+    ) -> Reception:
+        listen = interface = self._interface
+        if interface is None and host is not None:
+            listen = resolve(host)
+        return Reception(
+            self.request_layout,
+            self.response_layout,
+            host=choose_address(listen, reach=reach, spans_hosts=spans_hosts),
+            port=port or 0,
+            secret=secret if secret is not None else secrets.token_bytes(32),
+            expected_ranks=expected_ranks,
+            join_timeout=min(self.timeout, 30.0),
+        )
+
+    # For everybody.
+
+    def client(self) -> DistributedClient:
+        """A new client: picklable, connects on first use."""
+        self._check_open()
+        return DistributedClient(
+            self._locator,
+            self.request_layout,
+            self.response_layout,
+            identity=Identity(self._rank, next(self._indices))
+            if self._rank is not None
+            else Identity(),
+            timeout=self.timeout,
+            window=self._window,
+            interface=self._interface,
+        )
+
+    def submit(self, payload: TensorDictBase) -> ReplyFuture:
+        """Send a request through a client that the transport keeps for itself."""
+        if self._own_client is None:
+            self._own_client = self.client()
+        return self._own_client.submit(payload)
+
+    def close(self) -> None:
+        """End it. At the server, waiting clients raise :class:`~meshinfer.errors.ServerClosedError`. Idempotent."""
+        self._closed = True
+        if self._own_client is not None:
+            self._own_client.close()
+        self._finalizer()
+
+    def __enter__(self) -> DistributedTransport:
+        self._check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return (
+            f"DistributedTransport({self.role} of {self._locator}, backend={self.backend!r}{state})"
+        )
+
+    @property
+    def address(self) -> ServerAddress | None:
+        """Where the server listens; ``None`` at a client that looks it up."""
+        locator = self._locator
+        return locator.address if isinstance(locator, FixedAddress) else None
+
+    # For the server.
+
+    @property
+    def num_clients(self) -> int:
+        """Clients connected now."""
+        return self._server().clients
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are ready now."""
+        return len(self._server().pending)
+
+    @property
+    def policy_version_key(self) -> tuple[str, ...] | None:
+        """Where clients put the policy version. Set before the first client joins."""
+        return self._server().policy_version_key
+
+    @policy_version_key.setter
+    def policy_version_key(self, key: tuple[str, ...] | None) -> None:
+        self._server().policy_version_key = key
+
+    def wait_until_left(self, num_clients: int | None = None, timeout: float | None = None) -> bool:
+        """Wait until every client has come and left.
+
+        Args:
+            num_clients: how many must have come; by default the expected ranks, or at least one client.
+            timeout: seconds; ``None`` for no limit.
+
+        Returns:
+            ``False`` when ``timeout`` ran out.
+        """
+        return self._server().wait_until_left(num_clients, timeout)
+
+    def wait_for_work(self, timeout: float | None = None) -> bool:
+        """Wait until a request is ready: whether one is. Returns early when closed or woken."""
+        return self._server().wait_for_work(timeout)
+
+    def wake(self) -> None:
+        """Make :meth:`wait_for_work` return."""
+        self._server().wake()
+
+    def set_ready_callback(self, callback: Callable[[], None] | None) -> None:
+        """Have ``callback`` called by the thread that received a request, instead of waking ``wait_for_work``."""
+        self._server().on_ready = callback
+
+    def drain(self, max_items: int) -> tuple[list[TensorDictBase], list[Request]]:
+        """At most ``max_items`` waiting requests as independent TensorDicts, and a handle for each."""
+        payloads, requests, _ = self.drain_with_timing(max_items)
+        return payloads, requests
+
+    def drain_with_timing(
+        self, max_items: int
+    ) -> tuple[list[TensorDictBase], list[Request], list[float]]:
+        """As :meth:`drain`, with the ``time.perf_counter()`` at which each request arrived."""
+        requests = self.drain_slots(max_items)
+        payloads: list[TensorDictBase] = []
+        for request in requests:
+            payloads.append(self.request_layout.unpack(self.request_layout.views(request.row)))
+            request.release()
+        return payloads, requests, [request.arrived for request in requests]
+
+    def resolve(self, callback: Request, result: TensorDictBase) -> None:
+        """Send ``result`` (the ``batch_size`` of the response spec) to the client behind ``callback``."""
+        row = self.response_layout.new_rows()
+        self.response_layout.pack(result, self.response_layout.views(row))
+        version = _version_of(result, self._server().policy_version_key)
+        callback.session.reply(callback.identifier, row, version)
+
+    def resolve_exception(self, callback: Request, exc: BaseException) -> None:
+        """Make the client behind ``callback`` raise ``exc``."""
+        callback.release()
+        callback.session.reply_error(callback.identifier, encode_exception(exc))
+
+    def drain_slots(self, max_items: int) -> list[Request]:
+        """At most ``max_items`` waiting requests, oldest first, still in their rows."""
+        return self._server().take(max_items)
+
+    def request_batch(self, capacity: int) -> RowBlock:
+        """Staging for ``capacity`` requests."""
+        return RowBlock(self.request_layout, capacity)
+
+    def response_batch(self, capacity: int) -> RowBlock:
+        """Staging for ``capacity`` replies."""
+        return RowBlock(self.response_layout, capacity)
+
+    def gather_requests(self, slots: Sequence[Request], out: RowBlock) -> TensorDictBase:
+        """The policy's input: the requests' batch dimensions are flattened into one. Valid until the next gather."""
+        batch = out.gather([request.row for request in slots])
+        for request in slots:
+            request.release()
+        return batch
+
+    def resolve_batch(
+        self,
+        slots: Sequence[Request],
+        results: TensorDictBase,
+        out: RowBlock | None = None,
+        *,
+        policy_version: int | None = None,
+    ) -> None:
+        """Send each request its rows of ``results``.
+
+        Args:
+            slots: the requests, as gathered.
+            results: leading dimension ``len(slots)`` times the ``batch_size`` of one request.
+            out: staging from :meth:`response_batch`.
+            policy_version: of the weights that computed ``results``.
+
+        Raises:
+            KeyError, ValueError, TypeError: ``results`` does not have what the response spec declares; nothing was
+                sent.
+        """
+        block = out if out is not None else self.response_batch(len(slots))
+        key = self._declared_version_key()
+        if policy_version is not None and key is not None:
+            results = stamp_version(results.copy(), key, policy_version)
+        block.pack(results, len(slots))
+        for request, row in zip(slots, block.rows, strict=False):
+            request.session.reply(request.identifier, row, policy_version)
+
+    def _declared_version_key(self) -> tuple[str, ...] | None:
+        """The version's key where the response spec has it as a leaf, besides the header that always carries it."""
+        key = self._server().policy_version_key
+        return key if key in self._declared else None
+
+    def _server(self) -> Reception:
+        if self._reception is None:
+            raise ValueError(
+                "this DistributedTransport has role='client', it cannot serve; make it with role='server' in the "
+                "process that runs InferenceServer"
+            )
+        return self._reception
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this transport was closed; make a new one")
+
+
+def _close(reception: Reception | None, published: tuple[Directory, str] | None, pid: int) -> None:
+    """Close without the transport, when it is collected or the interpreter exits; not in a forked child."""
+    if reception is None or pid != os.getpid():
+        return
+    reception.close()
+    if published is not None:
+        directory, name = published
+        directory.withdraw(name, timeout=_GOODBYE_SECONDS)
+
+
+def _locator(
+    host: str | None, port: int | None, secret: bytes | None, directory: Directory | None, name: str
+) -> Locator:
+    if port:
+        if secret is None:
+            raise ValueError(
+                f"a client of {host}:{port} needs the job's secret: pass secret=, "
+                f"or set {SECRET_VARIABLE} for both sides"
+            )
+        return FixedAddress(ServerAddress(host or "127.0.0.1", port, secret))
+    if directory is None:
+        raise ValueError(
+            "role='client' needs to know where the server is: pass host= and port=, or use init_mesh() under a launcher"
+        )
+    return Listed(directory, name, secret)
+
+
+def _given_secret(secret: str | bytes | None) -> bytes | None:
+    given = secret if secret is not None else os.environ.get(SECRET_VARIABLE)
+    if given is None:
+        return None
+    if not given:
+        raise ValueError(
+            f"secret (or {SECRET_VARIABLE}) is empty; give at least one character, or leave it unset"
+        )
+    return given.encode() if isinstance(given, str) else bytes(given)
+
+
+def _check(*, backend: str, timeout: float, role: str, port: int | None, window: int) -> None:
+    if backend != "gloo":
+        raise ValueError(f"backend={backend!r}: this version has 'gloo'")
+    if role not in ("server", "client"):
+        raise ValueError(f"role={role!r}: expected 'server' or 'client'")
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout!r}: expected a positive number of seconds")
+    if port is not None and not 0 <= port <= 65535:
+        raise ValueError(f"port={port!r}: expected 0 (the system chooses) to 65535")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"window={window!r}: expected a whole number of requests, at least 1")
+
+
+def _check_batch_sizes(request: PayloadLayout, response: PayloadLayout) -> None:
+    if request.batch_size != response.batch_size:
+        raise ValueError(
+            f"request_spec has batch_size {list(request.batch_size)}, response_spec {list(response.batch_size)}; "
+            "a reply has a row for each row of its request"
+        )
+
+
+def _version_of(result: TensorDictBase, key: tuple[str, ...] | None) -> int | None:
+    """The version that a server has stamped on a single reply."""
+    stamp = None if key is None else result.get(key, None)
+    return int(stamp.reshape(-1)[0]) if isinstance(stamp, Tensor) and stamp.numel() else None

@@ -1,0 +1,140 @@
+"""The future that clients hand out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from tensordict import TensorDictBase
+
+from meshinfer.errors import TransportError
+
+__all__ = ["ReplyFuture"]
+
+
+_settling = threading.Lock()
+"""Guards the one transition that a receiving and a cancelling thread may race for; held for a few instructions."""
+
+
+class FutureOwner(Protocol):
+    """What a future needs of the connection that will fulfil it."""
+
+    patience: float
+
+    def check_alive(self) -> None:
+        """Fail all that is in flight when the server does not answer any more."""
+
+    def forget(self, future: ReplyFuture) -> None:
+        """The future was cancelled: drop its request if it has not left yet."""
+
+
+class ReplyFuture:
+    """The reply to one request.
+
+    Every waiter waits on its own account: none is held up by another, and ``done`` never waits. ``await future``
+    works inside asyncio.
+    """
+
+    __slots__ = ("__weakref__", "_callbacks", "_error", "_finished", "_gate", "_owner", "_result")
+
+    def __init__(self, owner: FutureOwner) -> None:
+        self._owner: FutureOwner | None = owner
+        self._gate = (
+            threading.Lock()
+        )  # held until the reply is here: a lock wakes a waiter faster than a condition
+        self._gate.acquire()
+        self._finished = False
+        self._result: TensorDictBase | None = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[ReplyFuture], object]] = []
+
+    def done(self) -> bool:
+        """Whether the reply, or an error, is here."""
+        return self._finished
+
+    def result(self, timeout: float | None = None) -> TensorDictBase:
+        """The reply.
+
+        Args:
+            timeout: seconds to wait. ``None`` waits while the server is alive, which is checked whenever the
+                transport's ``timeout`` passes without a reply.
+
+        Raises:
+            TimeoutError: no reply yet; the request stays in flight and ``result`` may be called again.
+            PeerLostError, ServerClosedError, ClosedError: it will never come.
+            Exception: what the policy raised, with the remote traceback as its cause.
+        """
+        if not self._finished:
+            self._wait(timeout)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What :meth:`result` would raise, or ``None``; raises :class:`TimeoutError` like it."""
+        if not self._finished:
+            self._wait(timeout)
+        return self._error
+
+    def cancel(self) -> bool:
+        """Give the reply up. A request that has not left yet never does; a later reply is dropped."""
+        owner = self._owner
+        if owner is None or not self.fail(TransportError("the request was cancelled")):
+            return False
+        owner.forget(self)
+        return True
+
+    def add_done_callback(self, callback: Callable[[ReplyFuture], object]) -> None:
+        """Call ``callback(self)`` once the reply is here, at once if it is; it runs in the receiving thread."""
+        with _settling:
+            if not self._finished:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def fulfil(self, result: TensorDictBase) -> bool:
+        """For transports: the reply has come. ``False`` when the future was settled before."""
+        return self._settle(result, None)
+
+    def fail(self, error: BaseException) -> bool:
+        """For transports: the reply will not come."""
+        return self._settle(None, error)
+
+    def _settle(self, result: TensorDictBase | None, error: BaseException | None) -> bool:
+        with _settling:
+            if self._finished:
+                return False
+            self._result, self._error = result, error
+            self._finished = True
+        self._owner = None
+        self._gate.release()
+        for callback in self._callbacks:
+            callback(self)
+        return True
+
+    def _wait(self, timeout: float | None) -> None:
+        owner = self._owner
+        while owner is not None and not self._finished:
+            limit = owner.patience if timeout is None else max(timeout, 0.0)
+            if self._gate.acquire(timeout=limit):
+                self._gate.release()  # for the next waiter
+                return
+            if timeout is not None:
+                raise TimeoutError(f"no reply within {timeout:g} s; the request is still in flight")
+            owner.check_alive()
+            owner = self._owner
+
+    def __await__(self) -> Generator[Any, None, TensorDictBase]:
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Future[None] = loop.create_future()
+        self.add_done_callback(lambda _: loop.call_soon_threadsafe(_mark, arrived))
+        yield from arrived
+        return self.result()
+
+
+def _mark(arrived: asyncio.Future[None]) -> None:
+    if not arrived.done():
+        arrived.set_result(None)

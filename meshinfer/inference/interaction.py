@@ -1,0 +1,25 @@
+"""The exploration mode that travels with each request: TensorDict's interaction type, as a small integer."""
+
+from __future__ import annotations
+
+from tensordict.nn.probabilistic import InteractionType, interaction_type
+
+__all__ = ["UNSET", "current_interaction", "decode_interaction"]
+
+UNSET = 0
+"""The client asked for nothing: the server's own mode applies."""
+
+# Numbered by hand: the order of TensorDict's enumeration is not part of its interface, these numbers are of our wire.
+_CODES = {"MODE": 1, "MEDIAN": 2, "MEAN": 3, "RANDOM": 4, "DETERMINISTIC": 5}
+_TYPES = {code: getattr(InteractionType, name) for name, code in _CODES.items()}
+
+
+def current_interaction() -> int:
+    """Code of the interaction type that is set in this thread, :data:`UNSET` without one."""
+    kind = interaction_type()
+    return UNSET if kind is None else _CODES[kind.name]
+
+
+def decode_interaction(code: int) -> InteractionType | None:
+    """The interaction type behind a code of :func:`current_interaction`."""
+    return _TYPES.get(code)

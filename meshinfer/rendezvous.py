@@ -1,0 +1,305 @@
+"""Private stores, the interface they listen on, and how other ranks find them.
+
+A server owns one :class:`PrivateStore`: a ``TCPStore`` on a port that the system chose, bound to one interface by a
+socket that we opened ourselves, so no port is probed and lost and no other interface listens. Where it is gets
+published in a :class:`Directory`, a store that every rank already knows (torchrun's agent hosts one).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import json
+import logging
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import DistError, TCPStore
+
+from meshinfer.errors import MeshError, ServerClosedError
+
+__all__ = [
+    "Directory",
+    "PrivateStore",
+    "ServerAddress",
+    "choose_address",
+    "connect_store",
+    "resolve",
+]
+
+logger = logging.getLogger("meshinfer.rendezvous")
+
+SECRET_VARIABLE = "MESHINFER_SECRET"
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+_CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where one server's private store listens, and the secret that both sides prove to hold."""
+
+    host: str
+    port: int
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"ServerAddress({self.host}:{self.port})"  # the secret stays out of logs
+
+
+def resolve(host: str, port: int = 0) -> str:
+    """The numeric address of ``host``; :class:`MeshError` when the name is unknown."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise MeshError(
+            f"host {host!r} does not resolve ({error.strerror}); give an address or a name that this host knows"
+        ) from error
+    found.sort(
+        key=lambda entry: entry[0] != socket.AF_INET
+    )  # torch's store listens on IPv4 wherever it listens
+    return str(found[0][4][0])
+
+
+def choose_address(
+    interface: str | None = None,
+    *,
+    reach: tuple[str, int] | None = None,
+    spans_hosts: bool = False,
+) -> str:
+    """The numeric address that this process listens on.
+
+    Args:
+        interface: an interface name (``"eth0"``) or one of this host's addresses. Wins over everything.
+        reach: ``(host, port)`` of a peer; without ``interface`` and without ``GLOO_SOCKET_IFNAME`` the address
+            that the system would use to reach it is taken.
+        spans_hosts: whether the job has ranks on other hosts, so that a loopback address cannot work.
+
+    Raises:
+        MeshError: unknown interface, wildcard address, or a loopback address in a job that spans hosts.
+    """
+    address, origin = _pick(interface, reach)
+    parsed = ipaddress.ip_address(address)
+    if parsed.is_unspecified:
+        raise MeshError(
+            f"{origin} gives {address}, which is every interface; name one interface or one address"
+        )
+    if parsed.is_loopback and spans_hosts:
+        raise MeshError(
+            f"{origin} gives the loopback address {address}, which other hosts of this job cannot reach; "
+            f"pass interface= (a name such as 'eth0', or an address) or set {INTERFACE_VARIABLE}"
+        )
+    logger.debug("listening address %s from %s", address, origin)
+    return address
+
+
+def _pick(interface: str | None, reach: tuple[str, int] | None) -> tuple[str, str]:
+    if interface is not None:
+        return _interface_address(interface), f"interface={interface!r}"
+    named = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0].strip()
+    if named:
+        return _interface_address(named), f"{INTERFACE_VARIABLE}={named!r}"
+    if reach is not None:
+        return _address_towards(*reach), f"the route to {reach[0]}"
+    return "127.0.0.1", "the default for a single host"
+
+
+def _interface_address(interface: str) -> str:
+    if _is_address(interface):
+        return interface
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(
+                probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode())
+            )
+        except OSError as error:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise MeshError(
+                f"no interface {interface!r} with an IPv4 address on {socket.gethostname()}; there are: {known}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _address_towards(host: str, port: int) -> str:
+    numeric = resolve(host, port)
+    family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(
+                (numeric, port or 9)
+            )  # a datagram socket: nothing is sent, only the route is looked up
+        except OSError as error:
+            raise MeshError(
+                f"no route from {socket.gethostname()} to {host} ({numeric}): {error.strerror}"
+            ) from error
+        return str(probe.getsockname()[0])
+
+
+class PrivateStore:
+    """A ``TCPStore`` server bound to ``host`` alone; ``port`` 0 lets the system choose.
+
+    Raises:
+        MeshError: the address cannot be bound (names the address and the reason).
+    """
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        listener = _listen(host, port)
+        self.host = host
+        self.port = int(listener.getsockname()[1])
+        self._store: TCPStore | None = TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store closes it
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be reached."""
+        return self._store is not None
+
+    def keys(self) -> list[str]:
+        """The keys in the store now, for tests and for ``stats``."""
+        return [] if self._store is None else list(self._store.list_keys())
+
+    def connect(self, timeout: float) -> TCPStore:
+        """A connection of its own: one ``TCPStore`` object serialises its calls, so no two threads share one."""
+        return connect_store(
+            self.host, self.port, timeout, awaited="the private store of this process"
+        )
+
+    def close(self) -> None:
+        """Stop listening and drop every connection. Idempotent."""
+        self._store = None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise MeshError(
+            f"cannot listen on {host}:{port} at {socket.gethostname()}: {error}; "
+            "give an address of this host, and port=0 (the default) to let the system choose a free port"
+        ) from error
+    return listener
+
+
+def connect_store(host: str, port: int, timeout: float, *, awaited: str) -> TCPStore:
+    """A client connection to the store at ``host:port``, retried while nothing listens there.
+
+    Args:
+        timeout: seconds for all of it.
+        awaited: what is expected there, for the error.
+
+    Raises:
+        TimeoutError: names ``host:port``, what was awaited and the last reason.
+    """
+    deadline = time.monotonic() + timeout
+    numeric = resolve(host, port)
+    _knock(numeric, port, deadline, f"{awaited} at {host}:{port}", timeout)
+    left = max(deadline - time.monotonic(), 0.01)
+    try:
+        return TCPStore(
+            numeric, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=left)
+        )
+    except (DistError, RuntimeError) as error:
+        raise TimeoutError(
+            f"{awaited} at {host}:{port} accepted a connection but did not answer within {timeout:g} s; "
+            "is that process stopped, or is something else listening there?"
+        ) from error
+
+
+def _knock(numeric: str, port: int, deadline: float, what: str, timeout: float) -> None:
+    """Wait until something listens, so that the store's own client never has to retry (it prints while it does)."""
+    pause = 0.01
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((numeric, port), timeout=max(left, 0.01)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + pause >= deadline:
+                raise TimeoutError(
+                    f"waited {timeout:g} s for {what}: {error.strerror or error}"
+                ) from error
+        time.sleep(pause)  # nothing signals that a remote listener has appeared
+        pause = min(2 * pause, 0.5)
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A store that all ranks know, where servers publish where they are.
+
+    Args:
+        host: of the store: the launcher's, or the one that rank 0 hosts.
+        port: likewise.
+        prefix: contains the run id and the restart count, so that an earlier attempt is never read.
+    """
+
+    host: str
+    port: int
+    prefix: str
+
+    def publish(
+        self, name: str, address: ServerAddress, *, timeout: float, with_secret: bool
+    ) -> None:
+        """Announce a server; ``with_secret`` only when the ranks have no other way to learn the job secret."""
+        record = {"host": address.host, "port": address.port}
+        if with_secret:
+            record["secret"] = address.secret.hex()
+        self._connect(timeout).set(self._key(name), json.dumps(record))
+
+    def withdraw(self, name: str, *, timeout: float) -> None:
+        """Say that the server has closed, so that a late client learns it at once instead of waiting."""
+        self._connect(timeout).set(self._key(name), _CLOSED)
+
+    def lookup(self, name: str, *, timeout: float, secret: bytes | None) -> ServerAddress:
+        """Where server ``name`` is, waiting for it to be published.
+
+        Raises:
+            TimeoutError: it was not published within ``timeout`` seconds.
+            ServerClosedError: it has been, and has closed since.
+        """
+        deadline = time.monotonic() + timeout
+        store = self._connect(timeout)
+        store.set_timeout(timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+        try:
+            text = store.get(self._key(name)).decode()
+        except (DistError, RuntimeError) as error:
+            raise TimeoutError(
+                f"waited {timeout:g} s for server {name!r} to publish its address in the store at "
+                f"{self.host}:{self.port}; has the server rank started?"
+            ) from error
+        if text == _CLOSED:
+            raise ServerClosedError(f"server {name!r} has shut down")
+        record = json.loads(text)
+        known = secret if secret is not None else bytes.fromhex(record.get("secret", ""))
+        if not known:
+            raise MeshError(
+                f"server {name!r} uses a secret of its own; set {SECRET_VARIABLE} on this rank too"
+            )
+        return ServerAddress(record["host"], int(record["port"]), known)
+
+    def _key(self, name: str) -> str:
+        return f"{self.prefix}/{name}"
+
+    def _connect(self, timeout: float) -> TCPStore:
+        return connect_store(self.host, self.port, timeout, awaited="the job's store")

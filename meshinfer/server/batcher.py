@@ -1,0 +1,262 @@
+"""The serving loop: wait, drain, gather, forward, scatter."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from tensordict import TensorDictBase
+
+from meshinfer.errors import ServerClosedError
+from meshinfer.inference.protocol import BatchedTransport, InferenceTransport
+from meshinfer.inference.version import stamp_version
+from meshinfer.server.config import InferenceServerConfig
+from meshinfer.server.policy import ServedPolicy
+from meshinfer.server.stats import StatsRecorder
+
+__all__ = ["Batcher", "ItemSource", "RowSource"]
+
+logger = logging.getLogger("meshinfer.server")
+
+_INLINE_BATCHES = 4
+"""Batches that a receiving thread serves in a row before it goes back to its own client."""
+
+
+class Source(Protocol):
+    """Requests as the batcher sees them; two ways to get them, one loop."""
+
+    def drain(self, max_items: int) -> list[Any]:
+        """Waiting requests, oldest first; each has ``arrived`` and ``interaction``."""
+
+    def gather(self, requests: Sequence[Any]) -> TensorDictBase:
+        """The policy's input."""
+
+    def scatter(
+        self, requests: Sequence[Any], results: TensorDictBase, version: int | None
+    ) -> None:
+        """Answer each request."""
+
+    def fail(self, request: Any, exc: BaseException) -> None:
+        """Answer one request with an exception."""
+
+
+class RowSource:
+    """A transport with fixed-layout rows: one gather and one scatter for a batch, through staging that is kept."""
+
+    def __init__(self, transport: BatchedTransport, capacity: int) -> None:
+        self._transport = transport
+        self._requests = transport.request_batch(capacity)
+        self._responses = transport.response_batch(capacity)
+        self.drain: Callable[[int], list[Any]] = transport.drain_slots  # type: ignore[assignment]
+        self.fail: Callable[[Any, BaseException], None] = transport.resolve_exception
+
+    def gather(self, requests: Sequence[Any]) -> TensorDictBase:
+        """Copy the rows into staging; valid until the next call."""
+        return self._transport.gather_requests(requests, self._requests)
+
+    def scatter(
+        self, requests: Sequence[Any], results: TensorDictBase, version: int | None
+    ) -> None:
+        """Copy the results into staging and send each request its rows."""
+        self._transport.resolve_batch(requests, results, self._responses, policy_version=version)
+
+
+class _Item:
+    """One request of a transport with dynamic payloads."""
+
+    __slots__ = ("arrived", "callback", "interaction", "payload")
+
+    def __init__(self, payload: TensorDictBase, callback: Any, arrived: float) -> None:
+        self.payload = payload
+        self.callback = callback
+        self.arrived = arrived
+        self.interaction: int = getattr(callback, "interaction", 0)
+
+
+class ItemSource:
+    """Any transport: requests are TensorDicts of their own, collated and split again.
+
+    Args:
+        transport: of any kind.
+        collate: makes one TensorDict of a list; its first dimension is the requests.
+        version_key: where a result's policy version goes.
+    """
+
+    def __init__(
+        self,
+        transport: InferenceTransport,
+        collate: Callable[[list[TensorDictBase]], TensorDictBase],
+        version_key: tuple[str, ...] | None,
+    ) -> None:
+        self._transport = transport
+        self._collate = collate
+        self._version_key = version_key
+
+    def drain(self, max_items: int) -> list[_Item]:
+        """Waiting requests, oldest first."""
+        return [
+            _Item(*entry)
+            for entry in zip(*self._transport.drain_with_timing(max_items), strict=True)
+        ]
+
+    def gather(self, requests: Sequence[_Item]) -> TensorDictBase:
+        """Collate the payloads."""
+        return self._collate([item.payload for item in requests])
+
+    def scatter(
+        self, requests: Sequence[_Item], results: TensorDictBase, version: int | None
+    ) -> None:
+        """Split the results along their first dimension."""
+        if version is not None and self._version_key is not None:
+            results = stamp_version(results.copy(), self._version_key, version)
+        for item, result in zip(requests, results.unbind(0), strict=True):
+            self._transport.resolve(item.callback, result)
+
+    def fail(self, request: _Item, exc: BaseException) -> None:
+        """Answer one request with an exception."""
+        self._transport.resolve_exception(request.callback, exc)
+
+
+class Batcher:
+    """Serves a transport, from a thread of its own and, ``inline``, from the threads that receive requests.
+
+    A receiving thread that finds nobody serving leads: it serves what has arrived and returns to its client. Under
+    load, when requests keep coming while it serves, it hands over to the batcher's own thread. Either way one batch is
+    computed at a time, by whoever holds the policy's turn.
+    """
+
+    def __init__(
+        self,
+        transport: InferenceTransport,
+        source: Source,
+        policy: ServedPolicy,
+        config: InferenceServerConfig,
+        stats: StatsRecorder,
+        *,
+        stamp: bool,
+        inline: bool,
+    ) -> None:
+        self._transport = transport
+        self._source = source
+        self._policy = policy
+        self._config = config
+        self._stats = stats
+        self._stamp = stamp
+        self._inline = inline
+        self._stopping = False
+        self._batched = transport if isinstance(transport, BatchedTransport) else None
+        self._thread = threading.Thread(target=self._run, name="meshinfer-server", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the batcher's own thread runs."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin to serve."""
+        if self._inline and self._batched is not None:
+            self._batched.set_ready_callback(self._lead)
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """Stop after the batch that is being computed; waiting requests get :class:`ServerClosedError`.
+
+        Returns:
+            ``False`` when that batch was not done after ``timeout`` seconds.
+        """
+        self._stopping = True
+        if self._batched is not None:
+            self._batched.wake()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The right to use the model. Requests that arrive meanwhile are served afterwards."""
+        with self._policy.turn:
+            yield
+        self._hand_over()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            if self._transport.wait_for_work(None):
+                with self._policy.turn:
+                    self._serve(self._collect())
+        with self._policy.turn:
+            self._refuse_waiting()
+
+    def _lead(self) -> None:
+        """A request has arrived, in the thread that calls: serve it here, unless somebody is serving."""
+        if self._policy.turn.acquire(blocking=False):
+            try:
+                served = 0
+                while served < _INLINE_BATCHES and not self._stopping:
+                    requests = self._source.drain(self._config.max_batch_size)
+                    if not requests:
+                        break
+                    self._serve(requests)
+                    served += 1
+            finally:
+                self._policy.turn.release()
+        self._hand_over()
+
+    def _collect(self) -> list[Any]:
+        """The next batch: what has arrived, or more until ``min_batch_size`` or the oldest one's deadline."""
+        config, drain = self._config, self._source.drain
+        requests = drain(config.max_batch_size)
+        while requests and len(requests) < config.min_batch_size and not self._stopping:
+            left = requests[0].arrived + config.timeout - time.perf_counter()
+            if left <= 0 or not self._transport.wait_for_work(left):
+                requests += drain(config.max_batch_size - len(requests))
+                break
+            requests += drain(config.max_batch_size - len(requests))
+        return requests
+
+    def _serve(self, requests: list[Any]) -> None:
+        if not requests:
+            return
+        first = requests[0].interaction
+        if all(request.interaction == first for request in requests):
+            return self._serve_alike(requests)
+        for kind in sorted({request.interaction for request in requests}):
+            self._serve_alike([request for request in requests if request.interaction == kind])
+
+    def _serve_alike(self, requests: list[Any]) -> None:
+        """One forward pass. Whatever goes wrong reaches exactly these clients."""
+        began = time.perf_counter()
+        try:
+            batch = self._source.gather(requests)
+            ready = time.perf_counter()
+            results = self._policy(batch, requests[0].interaction)
+            forward = time.perf_counter() - ready
+            self._source.scatter(requests, results, self._policy.version if self._stamp else None)
+        except (
+            BaseException
+        ) as exc:  # a policy may raise anything, SystemExit included; the server goes on
+            self._fail(requests, exc)
+            return
+        self._stats.batch(
+            [request.arrived for request in requests], began, forward, time.perf_counter()
+        )
+
+    def _fail(self, requests: list[Any], exc: BaseException) -> None:
+        logger.debug("a batch of %d failed", len(requests), exc_info=exc)
+        self._stats.error(len(requests))
+        for request in requests:
+            self._source.fail(request, exc)
+
+    def _refuse_waiting(self) -> None:
+        while requests := self._source.drain(self._config.max_batch_size):
+            for request in requests:
+                self._source.fail(
+                    request, ServerClosedError("the server shut down before it served this request")
+                )
+
+    def _hand_over(self) -> None:
+        """Whoever let go of the turn, or did not get it, looks once more: no request may be left to nobody."""
+        if self._batched is not None and self._batched.num_waiting:
+            self._batched.wake()

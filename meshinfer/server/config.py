@@ -1,0 +1,56 @@
+"""How a server batches, checked at construction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["InferenceServerConfig"]
+
+
+@dataclass(frozen=True)
+class InferenceServerConfig:
+    """When a batch is made and what is recorded.
+
+    Args:
+        max_batch_size: requests in one forward pass, at most.
+        min_batch_size: requests to wait for, as long as ``timeout`` allows.
+        timeout: seconds that the oldest waiting request may wait for ``min_batch_size`` to be reached.
+        stats_window: how many of the latest requests and batches percentiles are computed over.
+        inline: whether the thread that received a request may serve it, when nobody is serving: saves a hand-over
+            between threads. ``None`` decides at start: only with ``min_batch_size=1``, a CPU policy and
+            ``torch.get_num_threads() == 1`` (each thread that computes with several would start its own pool).
+
+    Raises:
+        ValueError: a value is out of range, or ``min_batch_size > max_batch_size``.
+        TypeError: a count is not an int.
+    """
+
+    max_batch_size: int = 64
+    min_batch_size: int = 1
+    timeout: float = 0.01
+    stats_window: int = 1024
+    inline: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "min_batch_size", "stats_window"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r}: expected an int")
+            if value < 1:
+                raise ValueError(f"{name}={value}: expected at least 1")
+        if self.min_batch_size > self.max_batch_size:
+            raise ValueError(
+                f"min_batch_size={self.min_batch_size} is larger than max_batch_size={self.max_batch_size}; "
+                "a batch could never be made"
+            )
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
+            raise TypeError(f"timeout={self.timeout!r}: expected a number of seconds")
+        if not 0 <= self.timeout < math.inf:
+            raise ValueError(
+                f"timeout={self.timeout}: expected a finite number of seconds, at least 0"
+            )
+        if self.inline and self.min_batch_size > 1:
+            raise ValueError(
+                "inline=True needs min_batch_size=1: a receiving thread cannot wait for others"
+            )

@@ -1,0 +1,277 @@
+"""The server that lives in a thread of the process that made it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from meshinfer.errors import ClosedError
+from meshinfer.inference.protocol import BatchedTransport, InferenceClient, InferenceTransport
+from meshinfer.inference.resolver import inference_transport_kind, make_inference_transport
+from meshinfer.inference.version import Key, as_key
+from meshinfer.server.batcher import Batcher, ItemSource, RowSource, Source
+from meshinfer.server.config import InferenceServerConfig
+from meshinfer.server.policy import ServedPolicy
+from meshinfer.server.stats import ServerStats, StatsRecorder
+from meshinfer.transport import TransportConfig, as_transport_config
+
+__all__ = ["InferenceServer"]
+
+logger = logging.getLogger("meshinfer.server")
+
+
+class InferenceServer:
+    """Serves one policy: batches what has arrived, computes, answers each row.
+
+    Args:
+        model: a ``TensorDictModule``, any callable from TensorDict to TensorDict, or with ``in_keys`` and ``out_keys``
+            a plain ``nn.Module``. Its input has ``batch_size [N]``, N rows of however many requests (the batch
+            dimensions of vectorised requests are flattened); it is valid during the call only: clone what you keep.
+            A module is copied, so that training it in this process changes nothing until :meth:`update_model`.
+        transport: a ready transport, a kind, a :class:`~meshinfer.transport.TransportConfig`, or ``None``/``"auto"``.
+        max_batch_size: requests in one forward pass, at most.
+        min_batch_size: requests to wait for, for at most ``timeout``.
+        timeout: seconds that the oldest request may wait for ``min_batch_size``.
+        in_keys, out_keys: for a plain ``nn.Module``.
+        collate_fn: makes the policy's input of a list of request TensorDicts, instead of the row-wise gather; its
+            first dimension must be the requests.
+        policy_device: where the model computes; by default wherever it is.
+        policy_version: of the weights that ``model`` has now.
+        policy_version_key: where clients find the version that computed their reply, ``None`` for nowhere.
+        share_weights: serve ``model`` itself instead of a copy.
+        request_spec, response_spec, transport_options: for a transport that is made here.
+        server_config: the batching arguments as one object, instead of ``max_batch_size``, ``min_batch_size`` and
+            ``timeout``.
+
+    Raises:
+        ValueError, TypeError: an argument cannot work; names it and what to give instead.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        transport: InferenceTransport | TransportConfig | str | None = "auto",
+        *,
+        max_batch_size: int | None = None,
+        min_batch_size: int | None = None,
+        timeout: float | None = None,
+        in_keys: Sequence[Key] | None = None,
+        out_keys: Sequence[Key] | None = None,
+        collate_fn: Callable[[list[TensorDictBase]], TensorDictBase] | None = None,
+        policy_device: torch.device | str | None = None,
+        policy_version: int = 0,
+        policy_version_key: Key | None = "policy_version",
+        share_weights: bool = False,
+        request_spec: Any = None,
+        response_spec: Any = None,
+        transport_options: Mapping[str, Any] | None = None,
+        server_config: InferenceServerConfig | None = None,
+    ) -> None:
+        self.config = _config(server_config, max_batch_size, min_batch_size, timeout)
+        self._policy = ServedPolicy(
+            model,
+            in_keys=in_keys,
+            out_keys=out_keys,
+            share_weights=share_weights,
+            device=None if policy_device is None else torch.device(policy_device),
+            version=policy_version,
+        )
+        injected = isinstance(transport, InferenceTransport)
+        self.transport_config = None if injected else as_transport_config(transport)  # type: ignore[arg-type]
+        self.transport: InferenceTransport = make_inference_transport(
+            transport,
+            policy_backend="threading",
+            request_spec=request_spec,
+            response_spec=response_spec,
+            transport_options=transport_options,
+        )
+        self.policy_version_key = as_key(policy_version_key)
+        self._collate = collate_fn
+        self._stats = StatsRecorder(self.config.stats_window)
+        self._batcher: Batcher | None = None
+        self._closed = False
+        if isinstance(self.transport, BatchedTransport):
+            self.transport.policy_version_key = self.policy_version_key
+        self._finalizer = weakref.finalize(self, _stop, None, self.transport)
+
+    @property
+    def transport_kind(self) -> str:
+        """The kind of the transport, ``"custom"`` for a class that meshinfer does not know."""
+        return inference_transport_kind(self.transport)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the serving thread runs."""
+        return self._batcher is not None and self._batcher.is_alive
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that serve now."""
+        return self._policy.version
+
+    def start(self) -> InferenceServer:
+        """Begin to serve, in a thread; returns the server.
+
+        Raises:
+            RuntimeError: it was started before.
+            ClosedError: it was shut down.
+        """
+        self._check_open()
+        if self._batcher is not None:
+            raise RuntimeError("the server was started already")
+        self._batcher = self._make_batcher()
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _stop, self._batcher, self.transport)
+        self._batcher.start()
+        return self
+
+    def serve(self, num_clients: int | None = None, timeout: float | None = None) -> None:
+        """Serve until every client has come and left; starts the server if need be.
+
+        Args:
+            num_clients: how many clients must have come. By default the ranks that the mesh assigned to this server,
+                or at least one client.
+            timeout: seconds; ``None`` for no limit.
+
+        Raises:
+            TimeoutError: clients were still there after ``timeout`` seconds. The server goes on.
+            TypeError: the transport does not know its clients.
+        """
+        if self._batcher is None:
+            self.start()
+        wait = getattr(self.transport, "wait_until_left", None)
+        if wait is None:
+            raise TypeError(
+                f"{type(self.transport).__name__} does not know when its clients leave; use start()"
+            )
+        if not wait(num_clients, timeout):
+            raise TimeoutError(
+                f"clients were still connected, or had not come yet, after {timeout:g} s"
+            )
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Stop: waiting requests and later ones raise :class:`~meshinfer.errors.ServerClosedError`. Idempotent.
+
+        The batch that is being computed is answered. The transport is closed too, since nobody would answer.
+
+        Args:
+            timeout: seconds for that batch.
+
+        Raises:
+            TimeoutError: the policy was still computing. Clients have been told all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._finalizer.detach()
+        stopped = _stop(self._batcher, self.transport, timeout)
+        if not stopped:
+            raise TimeoutError(
+                f"the policy was still computing {timeout:g} s after shutdown() was called"
+            )
+
+    def client(self) -> InferenceClient:
+        """A new client of the transport."""
+        self._check_open()
+        return self.transport.client()
+
+    def clients(self, count: int) -> list[InferenceClient]:
+        """``count`` new clients."""
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"count={count!r}: expected a whole number of clients, at least 1")
+        return [self.client() for _ in range(count)]
+
+    def update_model(self, change: Callable[[Any], object], *, version: int | None = None) -> int:
+        """Change the served model between two batches.
+
+        Args:
+            change: called with the model, under ``torch.no_grad()``; for example ``lambda m: m.load_state_dict(new)``.
+            version: of the weights afterwards; by default one more than before.
+
+        Returns:
+            The new version. Every later reply is computed with, and stamped with, the new weights.
+        """
+        if self._batcher is None:
+            with self._policy.turn:
+                return self._policy.update(change, version)
+        with self._batcher.turn():
+            return self._policy.update(change, version)
+
+    def stats(self, reset: bool = False) -> ServerStats:
+        """What has been served; ``reset=True`` begins anew."""
+        clients = int(getattr(self.transport, "num_clients", 0))
+        return self._stats.snapshot(
+            clients=clients, policy_version=self._policy.version, reset=reset
+        )
+
+    def __enter__(self) -> InferenceServer:
+        if self._batcher is None:
+            self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "serving" if self.is_alive else "not started"
+        return f"InferenceServer({self.transport!r}, policy_version={self.policy_version}, {state})"
+
+    def _make_batcher(self) -> Batcher:
+        return Batcher(
+            self.transport,
+            self._make_source(),
+            self._policy,
+            self.config,
+            self._stats,
+            stamp=self.policy_version_key is not None,
+            inline=self._serves_inline(),
+        )
+
+    def _make_source(self) -> Source:
+        if self._collate is None and isinstance(self.transport, BatchedTransport):
+            return RowSource(self.transport, self.config.max_batch_size)
+        return ItemSource(self.transport, self._collate or _stack, self.policy_version_key)
+
+    def _serves_inline(self) -> bool:
+        if self.config.inline is not None:
+            return self.config.inline
+        on_cpu = self._policy.device is None or self._policy.device.type == "cpu"
+        return on_cpu and self.config.min_batch_size == 1 and torch.get_num_threads() == 1
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this server was shut down; make a new one")
+
+
+def _stack(payloads: list[TensorDictBase]) -> TensorDictBase:
+    batch: TensorDictBase = torch.stack(payloads)  # type: ignore[arg-type, assignment]
+    return batch
+
+
+def _stop(batcher: Batcher | None, transport: InferenceTransport, timeout: float = 5.0) -> bool:
+    """Stop without the server, also when it is collected or the interpreter exits."""
+    stopped = batcher is None or batcher.stop(timeout)
+    transport.close()
+    return stopped
+
+
+def _config(
+    config: InferenceServerConfig | None,
+    max_batch: int | None,
+    min_batch: int | None,
+    timeout: float | None,
+) -> InferenceServerConfig:
+    loose = {"max_batch_size": max_batch, "min_batch_size": min_batch, "timeout": timeout}
+    given = {name: value for name, value in loose.items() if value is not None}
+    if config is None:
+        return InferenceServerConfig(**given)  # type: ignore[arg-type]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: give it in server_config, or leave server_config out"
+        )
+    return config

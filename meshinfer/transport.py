@@ -1,0 +1,300 @@
+"""How payloads move: the kinds, their configuration, who resolves them, and which kind works where.
+
+Nothing here knows a domain's protocol. A queue, shared memory, an object store and a collective
+mean different things, so each domain ("inference", "weights", "replay") has a protocol of its own
+and registers one resolver here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+__all__ = [
+    "AUTO_RULES",
+    "INFERENCE_TRANSPORTS",
+    "POLICY_BACKENDS",
+    "TRANSPORT_KINDS",
+    "AutoRule",
+    "PolicyBackend",
+    "TransportConfig",
+    "TransportEntry",
+    "TransportKind",
+    "as_transport_config",
+    "compatibility_markdown",
+    "normalize_transport_kind",
+    "register_transport_resolver",
+    "resolve_transport",
+]
+
+TransportKind: TypeAlias = Literal[
+    "auto", "queue", "slot", "shared_memory", "process_slot", "distributed", "ray", "monarch"
+]
+TRANSPORT_KINDS: tuple[str, ...] = get_args(TransportKind)
+
+PolicyBackend: TypeAlias = Literal["threading", "multiprocessing", "ray", "monarch", "spmd"]
+POLICY_BACKENDS: tuple[str, ...] = get_args(PolicyBackend)
+
+
+@dataclass(frozen=True)
+class TransportConfig:
+    """A kind and the keyword arguments for the transport of that kind.
+
+    Equal when kind and options are equal. Picklable when the options are. Not hashable, since
+    options may hold anything.
+
+    Args:
+        kind: one of :data:`TRANSPORT_KINDS`, in any case, or ``None`` for ``"auto"``.
+        options: keyword arguments by name; copied, and read-only afterwards.
+
+    Raises:
+        ValueError: the kind is unknown.
+        TypeError: the kind or an option's name is no string, or ``options`` is no mapping.
+    """
+
+    kind: TransportKind = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", normalize_transport_kind(self.kind))
+        object.__setattr__(self, "options", MappingProxyType(_copy_options(self.options)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mapping proxy cannot be pickled; the constructor makes a new one of this dict.
+        return type(self), (self.kind, dict(self.options))
+
+
+def _copy_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            "transport options must be a mapping of keyword arguments,"
+            f" not {type(options).__name__}"
+        )
+    for name in options:
+        if not isinstance(name, str):
+            raise TypeError(
+                "transport options are keyword arguments:"
+                f" {name!r} is {type(name).__name__}, not str"
+            )
+    return dict(options)
+
+
+def normalize_transport_kind(value: str | None) -> TransportKind:
+    """The kind that ``value`` names: ``None`` is ``"auto"``, and upper case is read as lower case.
+
+    Raises:
+        ValueError: no kind has this name; the message lists the kinds.
+        TypeError: ``value`` is neither a string nor ``None``.
+    """
+    if value is None:
+        return "auto"
+    if not isinstance(value, str):
+        raise TypeError(f"a transport kind is a str or None, not {type(value).__name__}")
+    kind = value.lower()
+    if kind not in TRANSPORT_KINDS:
+        kinds = listed(TRANSPORT_KINDS)
+        raise ValueError(f"unknown transport kind {value!r}; the kinds are {kinds}")
+    return cast(TransportKind, kind)
+
+
+def as_transport_config(value: TransportConfig | str | None) -> TransportConfig:
+    """``value`` as a :class:`TransportConfig`; one that already is comes back unchanged.
+
+    Raises:
+        ValueError: the kind is unknown.
+        TypeError: ``value`` is something else; the message names its type.
+    """
+    if isinstance(value, TransportConfig):
+        return value
+    if value is None or isinstance(value, str):
+        return TransportConfig(normalize_transport_kind(value))
+    raise TypeError(
+        f"a transport choice is None, one of {listed(TRANSPORT_KINDS)}, or a TransportConfig,"
+        f" not {type(value).__name__}"
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """``names`` quoted and separated by commas, for a message; ``"none"`` when there are none."""
+    return ", ".join(repr(name) for name in names) or "none"
+
+
+# --- One resolver per domain ---------------------------------------------------------------------
+
+TransportResolver: TypeAlias = Callable[..., Any]
+
+_resolvers: dict[str, TransportResolver] = {}
+_resolvers_lock = threading.Lock()
+
+
+def register_transport_resolver(
+    domain: str, resolver: TransportResolver, *, override: bool = False
+) -> None:
+    """Let ``resolver(choice, **topology)`` make the transports of ``domain``.
+
+    Args:
+        domain: what is moved, for example ``"inference"``, ``"weights"`` or ``"replay"``.
+        resolver: takes the choice as it was given (``None``, a kind, a config, or what else the
+            domain allows) and the facts of the topology by keyword; returns a transport of its
+            domain.
+        override: replace the resolver that is registered.
+
+    Raises:
+        ValueError: the domain has a resolver and ``override`` is false, or its name is empty.
+        TypeError: ``domain`` is no string, or ``resolver`` cannot be called.
+    """
+    if not isinstance(domain, str):
+        raise TypeError(f"a transport domain is a str, not {type(domain).__name__}")
+    if not domain:
+        raise ValueError("a transport domain needs a name, found an empty string")
+    if not callable(resolver):
+        raise TypeError(f"the resolver of domain {domain!r} must be callable, found {resolver!r}")
+    with _resolvers_lock:
+        if domain in _resolvers and not override:
+            raise ValueError(
+                f"transport domain {domain!r} already has a resolver;"
+                " pass override=True to replace it"
+            )
+        _resolvers[domain] = resolver
+
+
+def resolve_transport(domain: str, choice: Any = None, **topology: Any) -> Any:
+    """The transport that the resolver of ``domain`` makes of ``choice`` and the topology's facts.
+
+    Raises:
+        ValueError: no resolver is registered for ``domain``; the message lists the domains known.
+        Exception: what the resolver raises about the choice.
+    """
+    with _resolvers_lock:
+        resolver = _resolvers.get(domain)
+        known = sorted(_resolvers)
+    if resolver is None:
+        raise ValueError(f"unknown transport domain {domain!r}; known are {listed(known)}")
+    return resolver(choice, **topology)
+
+
+# --- The compatibility table ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TransportEntry:
+    """One row of the compatibility table: a class that serves one kind in some topologies.
+
+    Args:
+        kind: the word that users ask for.
+        class_name: name of the class, whose attribute ``transport_kind`` is ``kind``.
+        module: where the class is, imported when it is first asked for.
+        policy_backends: topologies in which it works, from :data:`POLICY_BACKENDS`.
+        description: one line for the documentation.
+        needs_specs: it takes ``request_spec`` and ``response_spec``, and works with neither
+            missing.
+        needs_num_slots: it takes ``num_slots``, and does not work without.
+        extra: the optional dependency that brings what it imports.
+    """
+
+    kind: TransportKind
+    class_name: str
+    module: str
+    policy_backends: tuple[PolicyBackend, ...]
+    description: str
+    needs_specs: bool = False
+    needs_num_slots: bool = False
+    extra: str | None = None
+
+    def load(self) -> Callable[..., Any]:
+        """Import the class.
+
+        Raises:
+            ImportError: a module is missing; for a transport with an extra, the message has the
+                command to install it.
+        """
+        try:
+            module = importlib.import_module(self.module)
+        except ModuleNotFoundError as exc:
+            if self.extra is None:
+                raise
+            raise ImportError(
+                f"transport {self.kind!r} needs {exc.name}: pip install 'meshinfer[{self.extra}]'"
+            ) from exc
+        return cast("Callable[..., Any]", getattr(module, self.class_name))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the arguments of ``make_inference_transport`` that it cannot do without."""
+        specs = ("request_spec", "response_spec") if self.needs_specs else ()
+        return (*specs, "num_slots") if self.needs_num_slots else specs
+
+
+@dataclass(frozen=True)
+class AutoRule:
+    """What ``auto`` picks in one topology: the first rule whose ``given`` are all known wins.
+
+    Args:
+        policy_backend: the topology.
+        kind: the choice; the table has a row for it in this topology.
+        reason: completes "chosen because ...".
+        given: names of arguments of ``make_inference_transport`` that must be known for this rule
+            to hold.
+    """
+
+    policy_backend: PolicyBackend
+    kind: TransportKind
+    reason: str
+    given: tuple[str, ...] = ()
+
+
+INFERENCE_TRANSPORTS: tuple[TransportEntry, ...] = (
+    TransportEntry(
+        kind="distributed",
+        class_name="DistributedTransport",
+        module="meshinfer.inference.distributed",
+        policy_backends=("threading", "multiprocessing", "ray", "monarch", "spmd"),
+        description="other processes and other nodes, over private gloo pair groups",
+        needs_specs=True,
+    ),
+)
+"""Every inference transport of this version. A kind without a row is not offered."""
+
+AUTO_RULES: tuple[AutoRule, ...] = (
+    AutoRule(
+        policy_backend="spmd",
+        kind="distributed",
+        reason="it reaches ranks that share no parent process",
+    ),
+)
+"""What ``auto`` means, per topology. A topology without a rule has no ``auto`` in this version."""
+
+_HEADER = ("kind", "class", "`policy_backend`", "`auto` in", "needs", "extra", "for")
+
+
+def compatibility_markdown() -> str:
+    """The compatibility table as a Markdown table, as it stands in ``docs/transports.md``."""
+    rows = [_HEADER, tuple("---" for _ in _HEADER), *map(_markdown_cells, INFERENCE_TRANSPORTS)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _markdown_cells(entry: TransportEntry) -> tuple[str, ...]:
+    auto = [
+        rule.policy_backend
+        for rule in AUTO_RULES
+        if rule.kind == entry.kind and rule.policy_backend in entry.policy_backends
+    ]
+    return (
+        f"`{entry.kind}`",
+        f"`{entry.class_name}`",
+        _code_list(entry.policy_backends),
+        _code_list(auto),
+        _code_list(entry.needs),
+        f"`{entry.extra}`" if entry.extra else "-",
+        entry.description,
+    )
+
+
+def _code_list(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "-"

@@ -1,0 +1,125 @@
+"""What every test must leave as it found it: processes, threads, sockets, shared memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support import wait_until
+
+SHARED_MEMORY = Path("/dev/shm")
+SECONDS_TO_SETTLE = 5.0
+
+# Inherited by every process that a test starts, also by those whose parent has died.
+SESSION_VARIABLE = "MESHINFER_TEST_SESSION"
+SESSION = uuid.uuid4().hex
+
+call_passed = pytest.StashKey[bool]()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds at one moment, and the ids of all processes of the machine."""
+
+    processes: frozenset[int]
+    threads: frozenset[threading.Thread]
+    sockets: frozenset[Any]
+    shared_memory: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Held:
+        return cls(
+            processes=frozenset(psutil.pids()),
+            threads=frozenset(t for t in threading.enumerate() if t.name.startswith("meshinfer")),
+            sockets=frozenset(
+                (c.fd, c.laddr, c.raddr) for c in psutil.Process().net_connections("tcp")
+            ),
+            shared_memory=frozenset(os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ()),
+        )
+
+    def new_since(self, before: Held) -> dict[str, list[Any]]:
+        new = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
+        new["processes"] = frozenset(filter(started_here, new["processes"]))
+        return {name: sorted(held, key=str) for name, held in new.items() if held}
+
+
+def started_here(pid: int) -> bool:
+    """Whether a test of this session started the process, itself or through another process."""
+    if pid in (resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid):
+        return False  # multiprocessing keeps these two until the interpreter ends
+    try:
+        process = psutil.Process(pid)
+        return process.ppid() == os.getpid() or process.environ().get(SESSION_VARIABLE) == SESSION
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def pytest_configure() -> None:
+    os.environ[SESSION_VARIABLE] = SESSION
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if report.when == "call":
+        item.stash[call_passed] = report.passed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test that leaves a process, a thread, a TCP socket or shared memory behind."""
+    before = Held.now()
+    yield
+    leaked = Held.now().new_since(before)
+    if not leaked:
+        return
+    # After a failure the traceback keeps objects alive, so what they hold says nothing.
+    passed = request.node.stash.get(call_passed, False)
+    if passed:
+        gc.collect()
+        wait_until(lambda: not leaked_since(before), SECONDS_TO_SETTLE)
+        leaked = leaked_since(before)
+    for pid in leaked.get("processes", ()):
+        kill(pid)
+    if passed and leaked:
+        pytest.fail(f"left behind: {describe(leaked)}")
+
+
+def leaked_since(before: Held) -> dict[str, list[Any]]:
+    """What is new, less the shared memory that a process of somebody else has mapped."""
+    leaked = Held.now().new_since(before)
+    names = set(leaked.get("shared_memory", ()))
+    for pid in psutil.pids() if names else ():
+        if pid != os.getpid() and not started_here(pid):
+            mapped = mapped_files(pid)
+            names -= {name for name in names if str(SHARED_MEMORY / name) in mapped}
+    kept = {**leaked, "shared_memory": sorted(names)}
+    return {name: held for name, held in kept.items() if held}
+
+
+def mapped_files(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # it has ended, or belongs to another user
+        return ""
+
+
+def describe(leaked: dict[str, list[Any]]) -> str:
+    return "; ".join(f"{name}: {', '.join(map(str, held))}" for name, held in leaked.items())
+
+
+def kill(pid: int) -> None:
+    try:
+        psutil.Process(pid).kill()
+    except psutil.NoSuchProcess:
+        return

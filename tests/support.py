@@ -1,0 +1,22 @@
+"""Helpers that several test files share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_until(predicate: Callable[[], T], timeout: float, interval: float = 0.01) -> T:
+    """Call ``predicate`` until it is true or ``timeout`` seconds have passed; its last value.
+
+    For what the kernel or another process does and nobody announces. Assert on the value.
+    """
+    deadline = time.monotonic() + timeout
+    pause = threading.Event()
+    while not (value := predicate()) and time.monotonic() < deadline:
+        pause.wait(interval)
+    return value

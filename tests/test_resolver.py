@@ -1,0 +1,275 @@
+"""The choice of an inference transport: over the real table, and over a table of the test."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from meshinfer import (
+    InferenceTransport,
+    TransportConfig,
+    inference_transport_kind,
+    make_inference_transport,
+    resolve_transport,
+)
+from meshinfer.inference import resolver
+from meshinfer.transport import (
+    AUTO_RULES,
+    INFERENCE_TRANSPORTS,
+    POLICY_BACKENDS,
+    TRANSPORT_KINDS,
+    AutoRule,
+    TransportEntry,
+)
+
+BUILT = sorted({entry.kind for entry in INFERENCE_TRANSPORTS})
+NOT_BUILT = [kind for kind in TRANSPORT_KINDS if kind != "auto" and kind not in BUILT]
+SPEC = TensorDict({"x": torch.zeros(4)})
+SPECS = {"request_spec": SPEC, "response_spec": SPEC}
+
+
+class Recorder:
+    """A transport that remembers what it was made with."""
+
+    transport_kind = "slot"
+
+    def __init__(self, *, num_slots: int, depth: int = 1, name: str = "") -> None:
+        self.made_with = {"num_slots": num_slots, "depth": depth, "name": name}
+
+    def client(self) -> Any: ...
+    def submit(self, payload: Any) -> Any: ...
+    def drain(self, max_items: int) -> Any: ...
+    def drain_with_timing(self, max_items: int) -> Any: ...
+    def wait_for_work(self, timeout: float | None = None) -> Any: ...
+    def resolve(self, callback: Any, result: Any) -> None: ...
+    def resolve_exception(self, callback: Any, exc: BaseException) -> None: ...
+    def close(self) -> None: ...
+
+
+class SpecRecorder(Recorder):
+    transport_kind = "shared_memory"
+
+    def __init__(self, request_spec: Any, response_spec: Any, **options: Any) -> None:
+        self.made_with = {"request_spec": request_spec, "response_spec": response_spec, **options}
+
+
+class Stranger(Recorder):
+    transport_kind = "pigeon"
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table with a slot transport for threads and a spec transport for processes."""
+    rows = (
+        TransportEntry("slot", "Recorder", __name__, ("threading",), "slots", needs_num_slots=True),
+        TransportEntry(
+            "shared_memory", "SpecRecorder", __name__, ("multiprocessing",), "", needs_specs=True
+        ),
+    )
+    rules = (
+        AutoRule("threading", "slot", "the slot count is known", given=("num_slots",)),
+        AutoRule("multiprocessing", "shared_memory", "it is there"),
+    )
+    monkeypatch.setattr(resolver, "INFERENCE_TRANSPORTS", rows)
+    monkeypatch.setattr(resolver, "AUTO_RULES", rules)
+
+
+def made_with(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    return make_inference_transport(*args, **kwargs).made_with  # type: ignore[attr-defined]
+
+
+# --- The choice, over the real table -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", POLICY_BACKENDS)
+@pytest.mark.parametrize("kind", NOT_BUILT)
+def test_a_kind_that_is_not_built_is_not_offered(kind: str, backend: Any) -> None:
+    with pytest.raises(ValueError, match=f"'{kind}' is not available in this version") as raised:
+        make_inference_transport(kind, policy_backend=backend, num_slots=2, **SPECS)
+    assert all(repr(built) in str(raised.value) for built in BUILT)
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "AUTO", TransportConfig()])
+@pytest.mark.parametrize(
+    "backend", [b for b in POLICY_BACKENDS if b not in {r.policy_backend for r in AUTO_RULES}]
+)
+def test_auto_without_a_rule_says_what_can_be_asked_for(choice: Any, backend: Any) -> None:
+    with pytest.raises(ValueError, match=rf"'{backend}' in this version.*'distributed'"):
+        make_inference_transport(choice, policy_backend=backend, **SPECS)
+
+
+@pytest.mark.parametrize("choice", ["auto", "distributed"])
+def test_distributed_needs_both_specs(choice: str) -> None:
+    with pytest.raises(ValueError, match="'distributed' needs request_spec and response_spec"):
+        make_inference_transport(choice, policy_backend="spmd")
+
+
+def test_an_unknown_option_lists_those_of_the_kind() -> None:
+    with pytest.raises(TypeError, match=r"'distributed' has no option 'colour'.*'timeout'"):
+        make_inference_transport("distributed", transport_options={"colour": "red"}, **SPECS)
+
+
+# --- The choice, over a table of the test --------------------------------------------------------
+
+
+@pytest.mark.usefixtures("table")
+def test_auto_follows_the_rules_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="meshinfer")
+    assert made_with("auto", num_slots=3)["num_slots"] == 3
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG
+    assert record.name.startswith("meshinfer")
+    message = record.getMessage()
+    assert all(word in message for word in ("slot", "Recorder", "threading", "count is known"))
+
+
+@pytest.mark.usefixtures("table")
+def test_auto_is_deterministic() -> None:
+    kinds = {inference_transport_kind(make_inference_transport(num_slots=2)) for _ in range(5)}
+    assert kinds == {"slot"}
+
+
+@pytest.mark.usefixtures("table")
+def test_auto_does_not_fall_back_when_a_fact_is_missing() -> None:
+    with pytest.raises(ValueError, match=r"'auto'.*'threading'.*'slot'"):
+        make_inference_transport("auto")
+
+
+@pytest.mark.usefixtures("table")
+def test_a_choice_by_name_is_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="meshinfer")
+    make_inference_transport("Slot", num_slots=1)
+    (record,) = caplog.records
+    assert "asked for by name" in record.getMessage()
+
+
+@pytest.mark.usefixtures("table")
+def test_a_kind_that_does_not_fit_the_topology_names_what_does() -> None:
+    with pytest.raises(ValueError, match=r"'slot' does not work.*'threading'.*'shared_memory'"):
+        make_inference_transport("slot", policy_backend="multiprocessing", num_slots=2)
+
+
+@pytest.mark.usefixtures("table")
+def test_a_missing_slot_count_is_named() -> None:
+    with pytest.raises(ValueError, match="'slot' needs num_slots"):
+        make_inference_transport("slot")
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("choice", ["slot", "auto"])
+@pytest.mark.parametrize("given", ["request_spec", "response_spec"])
+def test_one_spec_without_the_other_is_refused(choice: str, given: str) -> None:
+    (missing,) = SPECS.keys() - {given}
+    facts: dict[str, Any] = {given: SPEC}
+    with pytest.raises(ValueError, match=f"{given} given without {missing}"):
+        make_inference_transport(choice, num_slots=2, **facts)
+
+
+@pytest.mark.usefixtures("table")
+def test_options_of_config_and_argument_are_merged() -> None:
+    config = TransportConfig("slot", {"depth": 3})
+    made = made_with(config, num_slots=2, transport_options={"name": "x"})
+    assert made == {"num_slots": 2, "depth": 3, "name": "x"}
+
+
+@pytest.mark.usefixtures("table")
+def test_an_option_given_twice_is_refused() -> None:
+    config = TransportConfig("slot", {"depth": 3})
+    with pytest.raises(ValueError, match="'depth' given both"):
+        make_inference_transport(config, num_slots=2, transport_options={"depth": 3})
+
+
+@pytest.mark.usefixtures("table")
+def test_facts_may_stand_among_the_options() -> None:
+    config = TransportConfig("auto", {"num_slots": 4})
+    assert made_with(config)["num_slots"] == 4
+    with pytest.raises(ValueError, match="'num_slots' given both"):
+        make_inference_transport(config, num_slots=4)
+
+
+@pytest.mark.usefixtures("table")
+def test_a_fact_that_the_kind_does_not_take_is_no_option_of_it() -> None:
+    with pytest.raises(TypeError, match="'slot' has no option 'request_spec', 'response_spec'"):
+        make_inference_transport("slot", num_slots=1, transport_options=SPECS)
+
+
+@pytest.mark.usefixtures("table")
+def test_unknown_options_are_named_with_the_accepted_ones() -> None:
+    with pytest.raises(TypeError, match=r"no option 'height'; its options are 'depth', 'name'$"):
+        make_inference_transport("slot", num_slots=1, transport_options={"height": 3})
+
+
+@pytest.mark.usefixtures("table")
+def test_a_class_that_takes_any_option_gets_them() -> None:
+    made = made_with(
+        "auto", policy_backend="multiprocessing", transport_options={"height": 3}, **SPECS
+    )
+    assert made == {**SPECS, "height": 3}
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)]
+)
+def test_a_slot_count_must_be_a_positive_int(num_slots: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="num_slots must be"):
+        make_inference_transport("distributed", num_slots=num_slots, **SPECS)
+
+
+def test_an_unknown_topology_lists_those_known() -> None:
+    with pytest.raises(ValueError, match="'carrier'") as raised:
+        make_inference_transport("distributed", policy_backend="carrier")  # type: ignore[arg-type]
+    assert all(repr(backend) in str(raised.value) for backend in POLICY_BACKENDS)
+
+
+# --- Ready instances -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", POLICY_BACKENDS)
+def test_a_ready_instance_comes_back_unchanged(backend: Any) -> None:
+    ready = Recorder(num_slots=1)
+    assert isinstance(ready, InferenceTransport)
+    assert make_inference_transport(ready, policy_backend=backend) is ready
+    assert make_inference_transport(ready, transport_options={}) is ready
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [{"transport_options": {"depth": 1}}, {"num_slots": 2}, SPECS],
+    ids=lambda b: next(iter(b)),
+)
+def test_what_is_given_beside_a_ready_instance_is_refused(beside: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"'{next(iter(beside))}'.*beside a ready Recorder"):
+        make_inference_transport(Recorder(num_slots=1), **beside)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (3, "int"),
+        ({"kind": "queue"}, "dict"),
+        (object(), "object"),
+        (Recorder, "the class Recorder; pass an instance"),
+    ],
+)
+def test_what_is_no_transport_is_refused(value: Any, found: str) -> None:
+    with pytest.raises(TypeError, match=f"a ready InferenceTransport, not {found}"):
+        make_inference_transport(value)
+
+
+def test_the_kind_of_any_instance() -> None:
+    class Derived(Recorder):
+        pass
+
+    assert inference_transport_kind(Recorder(num_slots=1)) == "slot"
+    assert inference_transport_kind(Derived(num_slots=1)) == "slot"
+    assert inference_transport_kind(Stranger(num_slots=1)) == "custom"
+    assert inference_transport_kind(object()) == "custom"
+
+
+def test_the_inference_domain_is_registered() -> None:
+    ready = Recorder(num_slots=1)
+    assert resolve_transport("inference", ready, policy_backend="spmd") is ready
