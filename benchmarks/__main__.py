@@ -136,7 +136,7 @@ def _text(suite: Suite, results: dict[Entry, Result], context: dict[str, Any]) -
     parts = [
         head,
         report.table(suite, results),
-        f"spread: {report.SPREAD_METHOD}.\nKiB/cl: {report.MEMORY_METHOD}.",
+        report.METHODS,
         report.goals(suite, results),
         "\n".join(f"NOTE {note}" for note in context["notes"]),
         report.failures(results),

@@ -64,8 +64,15 @@ class Contestant:
         return _per_client(alone, first, _resources(server), clients)
 
     def measure(self, seconds: float) -> dict[str, float]:
-        """One burst of `seconds`; returns requests, rate (1/s) and percentiles (us)."""
-        return self._call("measure", seconds + _ANSWER_SECONDS, seconds=seconds)
+        """One burst of `seconds`; returns requests, rate (1/s), percentiles (us), other cores.
+
+        `other_cores` is how much processor time other processes of the machine took meanwhile,
+        over the burst's length: a burst beside a busy neighbour says little.
+        """
+        began, busy = time.monotonic(), self._foreign_seconds()
+        answer = self._call("measure", seconds + _ANSWER_SECONDS, seconds=seconds)
+        busy = self._foreign_seconds() - busy
+        return {**answer, "other_cores": max(0.0, busy / (time.monotonic() - began))}
 
     def stop(self) -> None:
         """The orderly end, which is part of what is under test."""
@@ -92,6 +99,14 @@ class Contestant:
         if "failed" in answer:
             raise ContestantFailed(f"`{name}` failed\n{answer['failed']}\n{self._words()}")
         return answer
+
+    def _foreign_seconds(self) -> float:
+        leader = psutil.Process(self._process.pid)
+        own = [process.cpu_times() for process in (leader, *leader.children(recursive=True))]
+        total = psutil.cpu_times()
+        # Interrupts are left out: the bytes that the peer itself moves cause them.
+        everyone = total.user + total.system + total.nice + getattr(total, "steal", 0.0)
+        return everyone - sum(times.user + times.system for times in own)
 
     def _words(self) -> str:
         self._output.seek(0)

@@ -14,17 +14,20 @@ from .suites import Entry, Goal, Suite
 
 Results = Mapping[Entry, Result]
 
-SPREAD_METHOD = (
-    "the slowest round's p50 over the fastest's; far from 1, the machine was doing other work"
+SPREAD_METHOD = "the slowest round's p50 over the fastest's"
+OTHER_METHOD = (
+    "processor cores that unrelated processes used during a round, median; the rows of a run "
+    "where it is not near 0 are not to be trusted"
 )
 MEMORY_METHOD = (
     "growth of the server's resident set from 1 connected and warmed-up client to all of them, "
     "divided by the number of clients added"
 )
+METHODS = f"spread: {SPREAD_METHOD}.\nother: {OTHER_METHOD}.\nKiB/cl: {MEMORY_METHOD}."
 _COUNT_METHOD = "server process at all clients minus at none, divided by their number"
 _COST_DIGITS = {"threads": 1, "descriptors": 1, "memory_kib": 0}
 _HEADINGS = (
-    *("workload", "peer", "req/s", "p50 us", "p95 us", "p99 us", "requests", "spread"),
+    *("workload", "peer", "req/s", "p50 us", "p95 us", "p99 us", "requests", "spread", "other"),
     *("p50/raw", "p50/TorchRL", "req/s/TorchRL", "thr/cl", "fd/cl", "KiB/cl"),
 )
 
@@ -85,7 +88,11 @@ def write_json(path: Path, suite: Suite, results: Results, context: dict[str, An
     """Everything the table says, each round by itself, and where it was measured."""
     document = {
         **context,
-        "methods": {"threads, descriptors": _COUNT_METHOD, "memory_kib": MEMORY_METHOD},
+        "methods": {
+            "threads, descriptors": _COUNT_METHOD,
+            "memory_kib": MEMORY_METHOD,
+            "other_cores": OTHER_METHOD,
+        },
         "results": [_result_record(result) for result in results.values()],
         "goals": [_goal_record(goal, results) for goal in suite.goals],
     }
@@ -94,16 +101,20 @@ def write_json(path: Path, suite: Suite, results: Results, context: dict[str, An
 
 
 def _row(suite: Suite, results: Results, result: Result) -> tuple[str, ...]:
-    entry = result.entry
-    if not result.rounds:
+    entry, rounds = result.entry, result.rounds.values()
+    if not rounds:
         return (entry.workload.name, entry.peer, "failed", *[""] * (len(_HEADINGS) - 3))
-    speed = [_number(median(result, m), 0) for m in ("rate", "p50_us", "p95_us", "p99_us")]
-    requests = str(sum(int(round_["requests"]) for round_ in result.rounds.values()))
-    p50s = [round_["p50_us"] for round_ in result.rounds.values()]
-    spread = f"{max(p50s) / min(p50s):.1f}x"
-    cost = [_number(result.cost.get(key), digits) for key, digits in _COST_DIGITS.items()]
-    ratios = _ratios(suite, results, entry)
-    return (entry.workload.name, entry.peer, *speed, requests, spread, *ratios, *cost)
+    p50s = [round_["p50_us"] for round_ in rounds]
+    return (
+        entry.workload.name,
+        entry.peer,
+        *[_number(median(result, m), 0) for m in ("rate", "p50_us", "p95_us", "p99_us")],
+        str(sum(int(round_["requests"]) for round_ in rounds)),
+        f"{max(p50s) / min(p50s):.1f}x",
+        _number(median(result, "other_cores"), 2),
+        *_ratios(suite, results, entry),
+        *[_number(result.cost.get(key), digits) for key, digits in _COST_DIGITS.items()],
+    )
 
 
 def _ratios(suite: Suite, results: Results, entry: Entry) -> Iterable[str]:
@@ -135,7 +146,7 @@ def _goal_record(goal: Goal, results: Results) -> dict[str, Any]:
 
 
 def _result_record(result: Result) -> dict[str, Any]:
-    metrics = ("rate", "p50_us", "p95_us", "p99_us")
+    metrics = ("rate", "p50_us", "p95_us", "p99_us", "other_cores")
     return {
         "peer": result.entry.peer,
         "workload": dataclasses.asdict(result.entry.workload),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -250,15 +250,40 @@ class PayloadLayout:
             tensors = [t.clone() for t in views.tensors]
         return _nest(self._tree, tensors, self.batch_size)
 
+    def reader(
+        self, views: RowViews, extra: Mapping[_Key, Tensor] | None = None
+    ) -> Callable[[], TensorDict]:
+        """A function that unpacks one row again and again, each time into tensors of its own.
+
+        Args:
+            views: of one row.
+            extra: more keys for every payload and where to copy them from, ``[*batch_size]``; a
+                leaf of the layout with the same key wins.
+        """
+        keys = {leaf.key: tensor for leaf, tensor in zip(self.leaves, views.tensors, strict=True)}
+        sources = {**(extra or {}), **keys}
+        tree = _tree_of([(key, i) for i, key in enumerate(sorted(sources))])
+        tensors, batch_size = [sources[key] for key in sorted(sources)], self.batch_size
+
+        def read() -> TensorDict:
+            if torch.is_inference_mode_enabled():
+                return _nest(tree, _normal_clones(tensors), batch_size)
+            return _nest(tree, [t.clone() for t in tensors], batch_size)
+
+        return read
+
     def unpack_rows(self, views: RowViews, n: int | None = None) -> TensorDict:
         """The first ``n`` rows of a block (default all) as one batch, ``[n * prod(batch_size)]``.
 
         The tensors share the rows' memory if :attr:`batch_size` is ``()``, or where the strides
-        allow it; otherwise they are copies.
+        allow it; otherwise they are copies. For a whole block of single observations they are the
+        views themselves.
         """
         rows = self._rows(views, n)
         count = rows * prod(self.batch_size)
-        tensors = [t[:rows] for t in views.tensors]
+        tensors = views.tensors
+        if rows != views.num_rows:
+            tensors = [t[:rows] for t in tensors]
         if self.batch_size:
             pairs = zip(tensors, self.leaves, strict=True)
             tensors = [tensor.reshape((count, *leaf.shape)) for tensor, leaf in pairs]

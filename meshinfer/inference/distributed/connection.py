@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import torch
 from torch.distributed import Work
 
 from meshinfer.errors import ClosedError, PeerLostError, ServerClosedError, TransportError
-from meshinfer.inference.distributed.frames import NO_VERSION, TAG_ERROR, Field, Frame, Kind
+from meshinfer.inference.distributed.frames import TAG_ERROR, Field, Frame, Kind
 from meshinfer.inference.distributed.pair import FOREVER, Pair
 from meshinfer.inference.future import ReplyFuture
 from meshinfer.inference.remote_errors import decode_exception
@@ -27,7 +28,7 @@ _KIND, _ID, _ACKNOWLEDGED, _INTERACTION = (
     Field.ACKNOWLEDGED,
     Field.INTERACTION,
 )
-_VERSION, _LENGTH = Field.VERSION, Field.LENGTH
+_LENGTH = Field.LENGTH
 _REQUEST, _RESULT, _ERROR = int(Kind.REQUEST), int(Kind.RESULT), int(Kind.ERROR)
 
 
@@ -42,11 +43,29 @@ class _Flight:
         self.work: Work | None = None
 
 
+class _Reply:
+    """A reply frame, the receive posted for it, and how to read a result out of it."""
+
+    __slots__ = ("frame", "read", "work")
+
+    def __init__(self, layout: PayloadLayout, version_key: tuple[str, ...] | None) -> None:
+        self.frame = Frame(layout)
+        version = {} if version_key is None else {version_key: self.frame.version}
+        self.read = layout.reader(self.frame.views, version)
+        self.work: Work | None = None
+
+
 class Connection:
     """One session with a server.
 
-    At most ``window`` requests are on the wire; later ones wait here, and leave as replies come in. Two reply frames
-    take turns with a receive posted on each, so that a reply never waits for us.
+    At most ``window`` requests are on the wire; later ones wait here, and leave as replies come in. One reply frame
+    more than that has a receive posted, so that a reply, or the server's goodbye, never waits for us. A frame is posted
+    again with the next request, not when its reply has come: the server would be told of it while it is still busy
+    sending that reply, and gloo's loop thread then spins on the pair's lock, for milliseconds where cores are scarce.
+
+    A thread that waits for a reply without a deadline receives it itself: no hand-over between threads. The
+    connection's own thread stands by meanwhile, asks after the server when that takes long, and receives from the
+    moment on that somebody needs it to: a deadline, a look without waiting, more requests than the window, the end.
 
     Args:
         pair: proved by both sides.
@@ -74,18 +93,23 @@ class Connection:
         self.replaced = False
         self._pair: Pair | None = pair
         self._request_layout = request_layout
-        self._layout = response_layout
         self._window = window
-        self._version_key = policy_version_key
         self._probe = probe
         self._lock = threading.Lock()
+        self._turn = threading.Lock()  # held by the thread that receives
+        self._needed = threading.Event()
+        self._waiting_since: float | None = None
         self._identifiers = 0
         self._flying: dict[int, _Flight] = {}
         self._waiting: deque[tuple[ReplyFuture, Frame]] = deque()
         self._spare = spare
         self._received = 1  # the server's proof was the first frame
         self._ended: Callable[[], TransportError] | None = None
-        self._replies = [self._post(pair, Frame(response_layout)) for _ in range(2)]
+        self._over = False
+        self._consumed: list[_Reply] = []
+        self._replies = deque(
+            self._post(pair, _Reply(response_layout, policy_version_key)) for _ in range(window + 1)
+        )
         self.thread = threading.Thread(target=self._run, name="meshinfer-client", daemon=True)
         self.thread.start()
 
@@ -115,7 +139,30 @@ class Connection:
                 self._send(future, frame)
             else:
                 self._waiting.append((future, frame))
+                self._needed.set()
         return future
+
+    def receive_for(self, future: ReplyFuture) -> None:
+        """Receive in this thread until ``future`` is settled, unless the connection's own thread does."""
+        if self._needed.is_set() or not self._turn.acquire(blocking=False):
+            self._needed.set()
+            return
+        self._waiting_since = time.monotonic()
+        try:
+            while not future.settled and not self._over:
+                self._receive_next()
+        except (
+            BaseException
+        ) as error:  # an interrupt between a message and its delivery cannot be mended
+            self._interrupt(error)
+            raise
+        finally:
+            self._waiting_since = None
+            self._turn.release()
+
+    def receive_in_background(self) -> None:
+        """The connection's own thread receives from now on."""
+        self._needed.set()
 
     def forget(self, future: ReplyFuture) -> None:
         """Drop a cancelled request that has not left yet; the reply to one that has is dropped when it comes."""
@@ -133,16 +180,14 @@ class Connection:
         try:
             self._probe()
         except Exception as error:
-            reason = str(error)
-            self._end(lambda: PeerLostError(f"the server does not answer any more: {reason}"))
+            self._end(PeerLostError, f"the server does not answer any more: {error}")
             self._abort()
 
     def close(self, timeout: float) -> None:
         """Say goodbye and wait at most ``timeout`` seconds for the server's; then cut the pair. Idempotent."""
-        if self._end(lambda: ClosedError("the client was closed with this request in flight")):
-            goodbye = Frame(self._request_layout)
-            goodbye.header[_KIND] = Kind.BYE
-            self._say(goodbye)
+        if self._end(ClosedError, "the client was closed with this request in flight"):
+            self._say_goodbye()
+        self._needed.set()
         if self.thread is not threading.current_thread():
             self.thread.join(timeout)
             if self.thread.is_alive():
@@ -158,16 +203,20 @@ class Connection:
         pair = self._pair
         assert pair is not None
         try:
+            if self._consumed:
+                self._replies.append(self._post(pair, self._consumed.pop()))
             flight.work = pair.send(frame.message)
         except RuntimeError as error:
             logger.debug("a request did not leave: %s", error)
 
-    def _say(self, frame: Frame) -> None:
+    def _say_goodbye(self) -> None:
         pair = self._pair
         if pair is None:
             return
+        frame = Frame(self._request_layout)
+        frame.header[_KIND] = Kind.BYE
         try:
-            self._farewell = frame, pair.send(frame.message)  # kept until it has left
+            self._goodbye = frame, pair.send(frame.message)  # kept until it has left
         except RuntimeError as error:
             logger.debug("no goodbye to the server: %s", error)
 
@@ -177,47 +226,43 @@ class Connection:
             pair.abort()
 
     def _run(self) -> None:
-        try:
-            self._receive()
-        except RuntimeError as error:
-            reason = str(error)
-            self._end(
-                lambda: PeerLostError(f"the server's process has gone or was cut off: {reason}")
-            )
-        except Exception as error:
-            logger.exception("the receiving thread of a client failed")
-            failure = repr(error)
-            self._end(lambda: TransportError(f"the receiving thread failed: {failure}"))
+        while not self._needed.wait(self.patience):
+            since = self._waiting_since
+            if since is not None and time.monotonic() - since >= self.patience:
+                self.check_alive()
+        with self._turn:
+            while not self._over:
+                self._receive_next()
         self._pair = None
         self._replies.clear()
         self._flying.clear()
 
-    def _receive(self) -> None:
-        pair = self._pair
-        assert pair is not None
-        frame, work = self._replies.pop(0)
-        while True:
-            work.wait(FOREVER)
-            kind = frame.header[_KIND]
-            if kind == _RESULT:
-                self._deliver(frame)
-            elif kind == _ERROR:
-                self._deliver_error(pair, frame)
-            else:
-                return self._farewell_from_server(kind)
-            self._replies.append(self._post(pair, frame))
-            frame, work = self._replies.pop(0)
+    def _receive_next(self) -> None:
+        """One message, in the thread that holds the turn. Ends the connection when the server is lost."""
+        try:
+            self._receive()
+        except RuntimeError as error:
+            self._finish(PeerLostError, f"the server's process has gone or was cut off: {error}")
+        except Exception as error:
+            logger.exception("a client failed to receive")
+            self._finish(TransportError, f"this client failed to receive: {error!r}")
 
-    def _deliver(self, frame: Frame) -> None:
-        future = self._settle(frame.header[_ID])
-        if future is None:
-            return
-        result = self._layout.unpack(frame.views)
-        version = frame.header[_VERSION]
-        if version != NO_VERSION and self._version_key is not None:
-            stamp = torch.full(self._layout.batch_size, version, dtype=torch.int64, device="cpu")
-            result.set(self._version_key, stamp)
-        future.fulfil(result)
+    def _receive(self) -> None:
+        pair, reply = self._pair, self._replies[0]
+        assert pair is not None
+        assert reply.work is not None
+        reply.work.wait(FOREVER)
+        frame = reply.frame
+        kind = frame.header[_KIND]
+        if kind == _RESULT:
+            future = self._settle(frame.header[_ID])
+            if future is not None:
+                future.fulfil(reply.read())
+        elif kind == _ERROR:
+            self._deliver_error(pair, frame)
+        else:
+            return self._farewell_from_server(kind)
+        self._consumed.append(self._replies.popleft())
 
     def _deliver_error(self, pair: Pair, frame: Frame) -> None:
         identifier, length = frame.header[_ID], frame.header[_LENGTH]
@@ -242,18 +287,32 @@ class Connection:
     def _farewell_from_server(self, kind: int) -> None:
         if kind == Kind.REPLACED:
             self.replaced = True
-            self._end(
-                lambda: PeerLostError(
-                    "a newer session of the same client has taken this one's place"
-                )
+            self._finish(
+                PeerLostError, "a newer session of the same client has taken this one's place"
             )
-        elif self._end(lambda: ServerClosedError("the server has shut down")):
-            goodbye = Frame(self._request_layout)
-            goodbye.header[_KIND] = Kind.BYE
-            self._say(goodbye)
+        elif self._end(ServerClosedError, "the server has shut down"):
+            self._say_goodbye()
+        self._over = True
+        self._needed.set()
 
-    def _end(self, error: Callable[[], TransportError]) -> bool:
-        """Fail everything in flight; ``False`` when the connection was over already."""
+    def _finish(self, kind: type[TransportError], reason: str) -> None:
+        """The pair is of no use any more."""
+        self._end(kind, reason)
+        self._over = True
+        self._needed.set()  # for the thread to leave
+
+    def _interrupt(self, error: BaseException) -> None:
+        self._finish(
+            TransportError,
+            f"the thread that was receiving was interrupted by {type(error).__name__}",
+        )
+
+    def _end(self, kind: type[TransportError], reason: str) -> bool:
+        """Fail everything in flight; ``False`` when the connection had ended before."""
+
+        def error() -> TransportError:
+            return kind(reason)
+
         with self._lock:
             if self._ended is not None:
                 return False
@@ -267,5 +326,6 @@ class Connection:
         return True
 
     @staticmethod
-    def _post(pair: Pair, frame: Frame) -> tuple[Frame, Work]:
-        return frame, pair.receive(frame.message)
+    def _post(pair: Pair, reply: _Reply) -> _Reply:
+        reply.work = pair.receive(reply.frame.message)
+        return reply

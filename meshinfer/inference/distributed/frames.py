@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+import torch
 from torch import Tensor
 
 from meshinfer.layout import PayloadLayout
@@ -57,9 +58,13 @@ NO_VERSION = -1
 
 
 class Frame:
-    """One message buffer: the tensor that gloo moves, its header as integers and the views of its row."""
+    """One message buffer: the tensor that gloo moves, and its header and row as they are used.
 
-    __slots__ = ("header", "message", "proof", "row", "views")
+    Args:
+        layout: of the row.
+    """
+
+    __slots__ = ("block", "block_views", "header", "message", "proof", "row", "version", "views")
 
     def __init__(self, layout: PayloadLayout) -> None:
         buffer = layout.new_rows(header_bytes=HEADER_BYTES)
@@ -69,3 +74,9 @@ class Frame:
         self.proof = octets[_PROOF]
         self.row = buffer[HEADER_BYTES:]
         self.views = layout.views(self.row)
+        self.block = self.row.unsqueeze(0)  # the same row as a batch of one
+        self.block_views = layout.views(self.block)
+        octet = 8 * Field.VERSION
+        self.version = (
+            buffer[octet : octet + 8].view(torch.int64).squeeze(0).expand(layout.batch_size)
+        )

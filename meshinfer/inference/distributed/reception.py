@@ -67,6 +67,7 @@ class Reception:
         self._changed = threading.Condition()
         self._sessions: dict[Identity, Session] = {}
         self._joining: set[Session] = set()
+        self._leaving: list[Session] = []
         self._expected = frozenset(expected_ranks)
         self._seen: set[int] = set()
         self._joins = 0
@@ -165,6 +166,7 @@ class Reception:
         with self._changed:
             if self._sessions.get(session.identity) is session:
                 del self._sessions[session.identity]
+            self._let_go(session)
             self._changed.notify_all()
 
     def join_failed(self, session: Session, error: Exception) -> None:
@@ -173,7 +175,13 @@ class Reception:
         logger.log(level, "%s did not complete its join: %s", session.hello, error)
         with self._changed:
             self._joining.discard(session)
+            self._let_go(session)
             self._changed.notify_all()
+
+    def _let_go(self, session: Session) -> None:
+        """With the lock held: its thread is about to end, but has not yet; :meth:`close` waits for it."""
+        self._leaving = [each for each in self._leaving if each.thread.is_alive()]
+        self._leaving.append(session)
 
     # The listener's thread.
 
@@ -236,7 +244,7 @@ class Reception:
         with self._changed:
             first = not self._closing
             self._closing = True
-            sessions = [*self._sessions.values(), *self._joining]
+            sessions = [*self._sessions.values(), *self._joining, *self._leaving]
             self._changed.notify_all()
         if not first:
             self._closed.wait(timeout + _GOODBYE_SECONDS)

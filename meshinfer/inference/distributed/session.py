@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,35 +50,37 @@ class Request:
         self.held = True
 
     @property
-    def row(self) -> Tensor:
-        """The packed request, uint8[row_bytes]; another request's after :meth:`release`."""
-        return self.receiver.frame.row
+    def frame(self) -> Frame:
+        """With the packed request; another request's after :meth:`release`."""
+        return self.receiver.frame
 
     def release(self) -> None:
         """The row has been copied, or will never be: the next request may use it."""
         if self.held:
             self.held = False
-            self.receiver.free.release()
+            self.session.take_back(self.receiver)
 
 
 class _Receiver:
-    """A request frame, the receive posted for it, and whether its last request has been gathered."""
+    """A request frame and the receive that is posted for it."""
 
-    __slots__ = ("frame", "free", "work")
+    __slots__ = ("frame", "work")
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
-        self.free = threading.Lock()  # held from a request's arrival until it has been gathered
         self.work: Work | None = None
 
 
 class Session:
     """One admitted client.
 
-    Its thread builds the pair, checks the client's proof, then receives until the client leaves or is lost. Two
-    request rows take turns, and the next receive is always posted before a request is handed on, so that the client's
-    next send never waits for us. A reply is sent and left alone: its frame is used again once the client has
-    acknowledged it in a later request.
+    Its thread builds the pair, checks the client's proof, then receives until the client leaves or is lost.
+
+    Two request rows take turns; a row that has been gathered is posted again just before a reply is sent, when its
+    client is surely waiting. Posted at any other time, both sides would often write to the pair at once, which costs
+    milliseconds where cores are scarce: gloo's loop thread spins on the lock that the writer holds.
+
+    A reply is sent and left alone: its frame is used again once the client has acknowledged it in a later request.
     """
 
     def __init__(self, host: Reception, joining: Joining, hello: Hello, number: int) -> None:
@@ -90,16 +93,21 @@ class Session:
         self._free: list[Frame] = []
         self._sent: deque[tuple[Frame | None, list[Any]]] = deque()
         self._acknowledged = 0
+        self._freed: deque[_Receiver] = deque()
+        self._posted: SimpleQueue[_Receiver | None] = SimpleQueue()
+        self._posting = threading.Lock()  # receives are posted and queued in the same order
         self._closing = threading.Lock()
         self._said_goodbye = False
         self.thread = threading.Thread(
             target=self._run, name=f"meshinfer-session-{number}", daemon=True
         )
 
-    def reply(self, identifier: int, row: Tensor, policy_version: int | None) -> None:
-        """Send a result; ``row`` is copied. A client that has gone is not an error."""
-        frame = self._free.pop() if self._free else Frame(self._host.response_layout)
-        frame.row.copy_(row)
+    def reply_frame(self) -> Frame:
+        """A frame to write a result into, for :meth:`reply`."""
+        return self._free.pop() if self._free else Frame(self._host.response_layout)
+
+    def reply(self, identifier: int, frame: Frame, policy_version: int | None) -> None:
+        """Send a result. Never waits; a client that has gone is not an error."""
         header = frame.header
         header[_KIND], header[_ID] = _RESULT, identifier
         header[_VERSION] = NO_VERSION if policy_version is None else policy_version
@@ -111,6 +119,10 @@ class Session:
         header = frame.header
         header[_KIND], header[_ID], header[_LENGTH] = Kind.ERROR, identifier, len(data)
         self._send(None, frame, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def take_back(self, receiver: _Receiver) -> None:
+        """A request's row may be used again."""
+        self._freed.append(receiver)
 
     def say(self, kind: Kind) -> None:
         """Send a frame that answers no request."""
@@ -135,6 +147,7 @@ class Session:
             if kind is not None:
                 self.say(kind)
             pair.abort()
+        self._posted.put(None)
 
     def _send(self, reusable: Frame | None, frame: Frame, following: Tensor | None = None) -> None:
         pair = self._pair
@@ -145,6 +158,7 @@ class Session:
             (reusable, held)
         )  # before it is sent: the acknowledgement may overtake us
         try:
+            self._post_freed(pair)
             held.append(pair.send(frame.message))
             if following is not None:
                 held.append(pair.send([following], TAG_ERROR))
@@ -182,39 +196,36 @@ class Session:
         pair.receive(shown.message).wait(joining.left())
         if bytes(shown.proof) != expected or shown.header[_KIND] != Kind.PROOF:
             raise ConnectionError("the proof on the new pair is wrong")
-        self._receivers = [
-            self._post(pair, _Receiver(Frame(self._host.request_layout))) for _ in range(2)
-        ]
+        for _ in range(2):
+            self.take_back(_Receiver(Frame(self._host.request_layout)))
+        self._post_freed(pair)
         self._pair = pair
         self._host.admit(self)
         self._send(None, mine)
 
     def _receive(self) -> None:
-        pair, host = self._pair, self._host
-        assert pair is not None
-        current, other = self._receivers
         while True:
-            assert current.work is not None
-            current.work.wait(FOREVER)
-            header = current.frame.header
+            receiver = self._posted.get()
+            if receiver is None or receiver.work is None:
+                raise RuntimeError("the pair was cut")
+            receiver.work.wait(FOREVER)
+            header = receiver.frame.header
             if header[_KIND] != _REQUEST:
                 break
-            current.free.acquire()
-            current.work = None
-            if other.work is None:
-                with other.free:  # once its last request has been gathered
-                    self._post(pair, other)
             self._acknowledge(header[_ACKNOWLEDGED])
-            host.ready(Request(self, current, time.perf_counter()))
-            if not current.free.locked():  # gathered already, by this thread or another
-                self._post(pair, current)
-            current, other = other, current
+            self._host.ready(Request(self, receiver, time.perf_counter()))
         if not self._said_goodbye:
             self.say(Kind.BYE)
 
-    def _post(self, pair: Pair, receiver: _Receiver) -> _Receiver:
-        receiver.work = pair.receive(receiver.frame.message)
-        return receiver
+    def _post_freed(self, pair: Pair) -> None:
+        with self._posting:
+            while self._freed:
+                receiver = self._freed.popleft()
+                receiver.work = None
+                try:
+                    receiver.work = pair.receive(receiver.frame.message)
+                finally:
+                    self._posted.put(receiver)
 
     def _acknowledge(self, count: int) -> None:
         while self._acknowledged < count:

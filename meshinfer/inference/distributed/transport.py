@@ -23,7 +23,7 @@ from meshinfer.inference.remote_errors import encode_exception
 from meshinfer.inference.version import stamp_version
 from meshinfer.layout import PayloadLayout
 from meshinfer.rendezvous import SECRET_VARIABLE, Directory, ServerAddress, choose_address, resolve
-from meshinfer.slots import RowBlock
+from meshinfer.slots import RowBlock, read_rows
 
 __all__ = ["DistributedTransport"]
 
@@ -240,16 +240,16 @@ class DistributedTransport:
         requests = self.drain_slots(max_items)
         payloads: list[TensorDictBase] = []
         for request in requests:
-            payloads.append(self.request_layout.unpack(self.request_layout.views(request.row)))
+            payloads.append(self.request_layout.unpack(request.frame.views))
             request.release()
         return payloads, requests, [request.arrived for request in requests]
 
     def resolve(self, callback: Request, result: TensorDictBase) -> None:
         """Send ``result`` (the ``batch_size`` of the response spec) to the client behind ``callback``."""
-        row = self.response_layout.new_rows()
-        self.response_layout.pack(result, self.response_layout.views(row))
+        frame = callback.session.reply_frame()
+        self.response_layout.pack(result, frame.views)
         version = _version_of(result, self._server().policy_version_key)
-        callback.session.reply(callback.identifier, row, version)
+        callback.session.reply(callback.identifier, frame, version)
 
     def resolve_exception(self, callback: Request, exc: BaseException) -> None:
         """Make the client behind ``callback`` raise ``exc``."""
@@ -270,7 +270,10 @@ class DistributedTransport:
 
     def gather_requests(self, slots: Sequence[Request], out: RowBlock) -> TensorDictBase:
         """The policy's input: the requests' batch dimensions are flattened into one. Valid until the next gather."""
-        batch = out.gather([request.row for request in slots])
+        if len(slots) == 1:  # read in place: it is released when it has been answered
+            frame = slots[0].frame
+            return read_rows(self.request_layout, frame.block_views, frame.block)
+        batch = out.gather([request.frame.row for request in slots])
         for request in slots:
             request.release()
         return batch
@@ -295,13 +298,25 @@ class DistributedTransport:
             KeyError, ValueError, TypeError: ``results`` does not have what the response spec declares; nothing was
                 sent.
         """
-        block = out if out is not None else self.response_batch(len(slots))
         key = self._declared_version_key()
         if policy_version is not None and key is not None:
             results = stamp_version(results.copy(), key, policy_version)
+        if len(slots) == 1:
+            return self._resolve_single(slots[0], results, policy_version)
+        block = out if out is not None else self.response_batch(len(slots))
         block.pack(results, len(slots))
         for request, row in zip(slots, block.rows, strict=False):
-            request.session.reply(request.identifier, row, policy_version)
+            frame = request.session.reply_frame()
+            frame.row.copy_(row)
+            request.session.reply(request.identifier, frame, policy_version)
+
+    def _resolve_single(
+        self, request: Request, results: TensorDictBase, version: int | None
+    ) -> None:
+        frame = request.session.reply_frame()
+        self.response_layout.pack_rows(results, frame.block_views, 1)
+        request.release()
+        request.session.reply(request.identifier, frame, version)
 
     def _declared_version_key(self) -> tuple[str, ...] | None:
         """The version's key where the response spec has it as a leaf, besides the header that always carries it."""
