@@ -147,6 +147,7 @@ class Batcher:
         self._stats = stats
         self._stamp = stamp
         self._inline = inline
+        self.failure: Exception | None = None
         self._stopping = False
         self._batched = transport if isinstance(transport, BatchedTransport) else None
         self._thread = threading.Thread(target=self._run, name="meshinfer-server", daemon=True)
@@ -182,12 +183,17 @@ class Batcher:
         self._hand_over()
 
     def _run(self) -> None:
-        while not self._stopping:
-            if self._transport.wait_for_work(None):
-                with self._policy.turn:
-                    self._serve(self._collect())
-        with self._policy.turn:
-            self._refuse_waiting()
+        try:
+            while not self._stopping:
+                if self._transport.wait_for_work(None):
+                    with self._policy.turn:
+                        self._serve(self._collect())
+            with self._policy.turn:
+                self._refuse_waiting()
+        except Exception as error:  # the transport failed: nobody would be served any more
+            logger.exception("the serving thread failed")
+            self.failure = error
+            self._transport.close()
 
     def _lead(self) -> None:
         """A request has arrived, in the thread that calls: serve it here, unless somebody is serving."""

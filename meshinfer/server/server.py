@@ -141,6 +141,7 @@ class InferenceServer:
         Raises:
             TimeoutError: clients were still there after ``timeout`` seconds. The server goes on.
             TypeError: the transport does not know its clients.
+            RuntimeError: the transport failed under the serving thread.
         """
         if self._batcher is None:
             self.start()
@@ -153,6 +154,8 @@ class InferenceServer:
             raise TimeoutError(
                 f"clients were still connected, or had not come yet, after {timeout:g} s"
             )
+        if self._batcher is not None and self._batcher.failure is not None:
+            raise RuntimeError("the serving thread failed") from self._batcher.failure
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop: waiting requests and later ones raise :class:`~meshinfer.errors.ServerClosedError`. Idempotent.

@@ -102,7 +102,7 @@ class DistributedClient:
             return future.result(deadline - time.monotonic())
         except TimeoutError:
             future.cancel()
-            raise
+            raise TimeoutError(f"no reply within {timeout:g} s; the request is given up") from None
 
     def submit(self, payload: TensorDictBase, timeout: float | None = None) -> ReplyFuture:
         """Send ``payload`` and return at once with a future; errors as in :meth:`__call__`.
@@ -162,6 +162,7 @@ class DistributedClient:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._identity = self._identity.copy()
         self._reset()
 
     def _reset(self) -> None:
@@ -217,7 +218,7 @@ class DistributedClient:
         )
         answer = joining.say_hello(hello)
         local = choose_address(self._interface, reach=(address.host, address.port))
-        pair = joining.build_pair(GlooDevice.at(local))
+        pair = joining.build_pair(GlooDevice.at(local, CLIENT))
         self._prove(pair, joining, answer["nonce"])
         key = answer["policy_version_key"]
         return Connection(

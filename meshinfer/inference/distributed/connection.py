@@ -29,6 +29,8 @@ _KIND, _ID, _ACKNOWLEDGED, _INTERACTION = (
     Field.INTERACTION,
 )
 _LENGTH = Field.LENGTH
+_POSTED = 16
+_POSTED_BYTES = 1 << 16
 _REQUEST, _RESULT, _ERROR = int(Kind.REQUEST), int(Kind.RESULT), int(Kind.ERROR)
 
 
@@ -58,10 +60,9 @@ class _Reply:
 class Connection:
     """One session with a server.
 
-    At most ``window`` requests are on the wire; later ones wait here, and leave as replies come in. One reply frame
-    more than that has a receive posted, so that a reply, or the server's goodbye, never waits for us. A frame is posted
-    again with the next request, not when its reply has come: the server would be told of it while it is still busy
-    sending that reply, and gloo's loop thread then spins on the pair's lock, for milliseconds where cores are scarce.
+    At most ``window`` requests are on the wire; later ones wait here, and leave as replies come in. More reply frames
+    than that have a receive posted, so that neither a reply nor the server's goodbye waits for us. Frames are posted
+    again many at a time, with a request: each posting writes to the server, on the connection that it replies on.
 
     A thread that waits for a reply without a deadline receives it itself: no hand-over between threads. The
     connection's own thread stands by meanwhile, asks after the server when that takes long, and receives from the
@@ -107,8 +108,10 @@ class Connection:
         self._ended: Callable[[], TransportError] | None = None
         self._over = False
         self._consumed: list[_Reply] = []
+        posted = max(window + 1, min(_POSTED, _POSTED_BYTES // response_layout.row_bytes))
+        self._enough_consumed = max(1, posted - window - 1)
         self._replies = deque(
-            self._post(pair, _Reply(response_layout, policy_version_key)) for _ in range(window + 1)
+            self._post(pair, _Reply(response_layout, policy_version_key)) for _ in range(posted)
         )
         self.thread = threading.Thread(target=self._run, name="meshinfer-client", daemon=True)
         self.thread.start()
@@ -151,10 +154,9 @@ class Connection:
         try:
             while not future.settled and not self._over:
                 self._receive_next()
-        except (
-            BaseException
-        ) as error:  # an interrupt between a message and its delivery cannot be mended
-            self._interrupt(error)
+        except BaseException as error:
+            # An interrupt between the arrival of a message and its delivery cannot be mended.
+            self._finish(TransportError, f"{type(error).__name__} interrupted the receiving thread")
             raise
         finally:
             self._waiting_since = None
@@ -203,9 +205,10 @@ class Connection:
         pair = self._pair
         assert pair is not None
         try:
-            if self._consumed:
-                self._replies.append(self._post(pair, self._consumed.pop()))
             flight.work = pair.send(frame.message)
+            if len(self._consumed) >= self._enough_consumed:
+                while self._consumed:
+                    self._replies.append(self._post(pair, self._consumed.pop()))
         except RuntimeError as error:
             logger.debug("a request did not leave: %s", error)
 
@@ -255,9 +258,10 @@ class Connection:
         frame = reply.frame
         kind = frame.header[_KIND]
         if kind == _RESULT:
+            result = reply.read()  # before its future leaves our books: reading may fail
             future = self._settle(frame.header[_ID])
             if future is not None:
-                future.fulfil(reply.read())
+                future.fulfil(result)
         elif kind == _ERROR:
             self._deliver_error(pair, frame)
         else:
@@ -268,9 +272,10 @@ class Connection:
         identifier, length = frame.header[_ID], frame.header[_LENGTH]
         data = torch.empty(length, dtype=torch.uint8, device="cpu")
         pair.receive([data], TAG_ERROR).wait(FOREVER)
+        error = decode_exception(data.numpy().tobytes())
         future = self._settle(identifier)
         if future is not None:
-            future.fail(decode_exception(data.numpy().tobytes()))
+            future.fail(error)
 
     def _settle(self, identifier: int) -> ReplyFuture | None:
         """Take one request out of flight and let the next waiting one leave."""
@@ -300,12 +305,6 @@ class Connection:
         self._end(kind, reason)
         self._over = True
         self._needed.set()  # for the thread to leave
-
-    def _interrupt(self, error: BaseException) -> None:
-        self._finish(
-            TransportError,
-            f"the thread that was receiving was interrupted by {type(error).__name__}",
-        )
 
     def _end(self, kind: type[TransportError], reason: str) -> bool:
         """Fail everything in flight; ``False`` when the connection had ended before."""

@@ -22,7 +22,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -46,10 +46,16 @@ class Identity:
     Args:
         rank: of the process in its job; ``None`` for a client that nobody replaces.
         index: which of the clients of that rank.
+        token: sets a client apart that nobody replaces, and each copy that was pickled into another process.
     """
 
     rank: int | None = None
     index: int = 0
+    token: str = ""
+
+    def copy(self) -> Identity:
+        """The same client, in a process of its own."""
+        return replace(self, token=secrets.token_hex(8))
 
     def __str__(self) -> str:
         name = "client" if self.rank is None else f"rank {self.rank}"

@@ -1,4 +1,4 @@
-"""One standalone gloo pair: building it, its tags, and ending it when the other side does not answer."""
+"""A client and its server, joined by standalone gloo groups: building them, and ending them by force."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed import ProcessGroupGloo, Store, Work
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from meshinfer.inference.distributed.frames import TAG_ABORT, TAG_FRAME
 
@@ -23,9 +23,13 @@ _MOMENT = timedelta(milliseconds=1)
 
 
 class GlooDevice:
-    """The listening socket and the event loop that all pairs of this process on one address share."""
+    """The listening socket and the event loop that this process's pairs of one side share.
 
-    _shared: ClassVar[weakref.WeakValueDictionary[tuple[int, str], GlooDevice]] = (
+    Where a process is on both sides of a pair, each has a loop of its own: one loop for both would spin on the lock of
+    the one half while the thread that holds it waits for the processor.
+    """
+
+    _shared: ClassVar[weakref.WeakValueDictionary[tuple[int, str, int], GlooDevice]] = (
         weakref.WeakValueDictionary()
     )
     _lock = threading.Lock()
@@ -34,9 +38,9 @@ class GlooDevice:
         self.handle = ProcessGroupGloo.create_device(hostname=address)
 
     @classmethod
-    def at(cls, address: str) -> GlooDevice:
-        """The device on ``address``, alive for as long as something holds it."""
-        key = os.getpid(), address  # a forked child has the object, but not its thread
+    def at(cls, address: str, rank: int) -> GlooDevice:
+        """The device on ``address`` for the side ``rank``, alive for as long as something holds it."""
+        key = os.getpid(), address, rank  # a forked child has the object, but not its thread
         with cls._lock:
             device = cls._shared.get(key)
             if device is None:
@@ -45,7 +49,11 @@ class GlooDevice:
 
 
 class Pair:
-    """A process group of two, outside ``torch.distributed``'s own registry.
+    """Two process groups of two, one for each direction, outside ``torch.distributed``'s own registry.
+
+    Two, because gloo's loop thread spins on a connection's lock while a writer holds it: on a connection that both
+    sides write to, an answer arrives while the thread that asked still holds the lock, perhaps without a processor,
+    and where cores are scarce each such meeting costs milliseconds.
 
     Args:
         store: where the two sides exchange their gloo addresses.
@@ -59,30 +67,37 @@ class Pair:
         options._timeout = timedelta(seconds=timeout)
         options._devices = [device.handle]
         options._threads = 0  # they run collectives; sends and receives need none
-        self._store = store  # the group keeps the C++ half only
+        self._store = store  # the groups keep the C++ half only
         self._device = device
         self._peer = CLIENT if rank == SERVER else SERVER
-        self._group: Any = ProcessGroupGloo(store, rank, 2, options)
+        requests, replies = (
+            ProcessGroupGloo(PrefixStore(name, store), rank, 2, options)
+            for name in ("requests", "replies")
+        )
+        self._outgoing: Any = requests if rank == CLIENT else replies
+        self._incoming: Any = replies if rank == CLIENT else requests
 
     def send(self, message: list[torch.Tensor], tag: int = TAG_FRAME) -> Work:
         """Start to send; the message must stay as it is until the other side has received it. Never waits."""
-        work: Work = self._group.send(message, self._peer, tag)
+        work: Work = self._outgoing.send(message, self._peer, tag)
         return work
 
     def receive(self, message: list[torch.Tensor], tag: int = TAG_FRAME) -> Work:
         """Make room for one message; ``wait(FOREVER)`` on the result raises when the peer has gone."""
-        work: Work = self._group.recv(message, self._peer, tag)
+        work: Work = self._incoming.recv(message, self._peer, tag)
         return work
 
     def abort(self) -> None:
-        """Close the connection at once, so that threads that wait on it raise.
+        """Close the connections at once, so that threads that wait on them raise.
 
-        gloo has no call for this, but closes a pair for good when one of its waits runs out: we let one do so.
+        gloo has no call for this, but closes a connection for good when one of its waits runs out: we let one do so.
         """
-        try:
-            self.receive([torch.empty(1, dtype=torch.uint8, device="cpu")], TAG_ABORT).wait(_MOMENT)
-        except RuntimeError:
-            return  # the expected end, also when the pair was broken before
+        for group in (self._incoming, self._outgoing):
+            try:
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                group.recv([nothing], self._peer, TAG_ABORT).wait(_MOMENT)
+            except RuntimeError:
+                continue  # the expected end, also where the connection was broken before
 
 
 class AddressExchange(Store):

@@ -27,6 +27,7 @@ _STOP = b"stop"
 _FOREVER = timedelta(days=3650)
 _JOIN_SECONDS = 30.0
 _GOODBYE_SECONDS = 2.0
+_IDLE_GOODBYE_SECONDS = 0.25
 
 
 class Reception:
@@ -61,7 +62,7 @@ class Reception:
         self.on_ready: Callable[[], None] | None = None
         self._store = PrivateStore(host, port)
         self.address = ServerAddress(self._store.host, self._store.port, secret)
-        self.device = GlooDevice.at(host)
+        self.device = GlooDevice.at(host, SERVER)
         self._join_timeout = join_timeout
         self._work = threading.Event()
         self._changed = threading.Condition()
@@ -144,9 +145,6 @@ class Reception:
         """The pair is built and proved; an older session of the same client ends here."""
         with self._changed:
             key = session.identity
-            if key.rank is None:
-                key = Identity(None, session.number)
-            session.identity = key
             replaced = self._sessions.pop(key, None)
             self._sessions[key] = session
             self._joining.discard(session)
@@ -160,9 +158,12 @@ class Reception:
         if self._closing:
             session.close()
 
-    def leave(self, session: Session, reason: str) -> None:
-        """The session has ended."""
-        logger.debug("%s %s", session.hello, reason)
+    def leave(self, session: Session, lost: Exception | None) -> None:
+        """The session has ended: the client said goodbye, or was ``lost``."""
+        if lost is None or self._closing:
+            logger.debug("%s left", session.hello)
+        else:
+            logger.warning("%s was lost: %s", session.hello, lost)
         with self._changed:
             if self._sessions.get(session.identity) is session:
                 del self._sessions[session.identity]
@@ -255,7 +256,9 @@ class Reception:
             request.release()
         for session in sessions:
             session.close()
-        self._join_threads(sessions, deadline)
+        # A client that is not waiting for a reply sees our goodbye at its next call only, so we do not wait for its.
+        self._join_threads(sessions, min(deadline, time.monotonic() + _IDLE_GOODBYE_SECONDS))
+        self._join_threads([session for session in sessions if not session.idle], deadline)
         for session in sessions:
             if session.thread.is_alive():
                 session.abort()

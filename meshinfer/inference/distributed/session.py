@@ -77,8 +77,7 @@ class Session:
     Its thread builds the pair, checks the client's proof, then receives until the client leaves or is lost.
 
     Two request rows take turns; a row that has been gathered is posted again just before a reply is sent, when its
-    client is surely waiting. Posted at any other time, both sides would often write to the pair at once, which costs
-    milliseconds where cores are scarce: gloo's loop thread spins on the lock that the writer holds.
+    client is surely waiting and not itself writing to that connection, see :class:`Pair`.
 
     A reply is sent and left alone: its frame is used again once the client has acknowledged it in a later request.
     """
@@ -98,9 +97,15 @@ class Session:
         self._posting = threading.Lock()  # receives are posted and queued in the same order
         self._closing = threading.Lock()
         self._said_goodbye = False
+        self._unanswered = 0
         self.thread = threading.Thread(
             target=self._run, name=f"meshinfer-session-{number}", daemon=True
         )
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request has been answered, so that the client may be anywhere but waiting."""
+        return self._unanswered == 0
 
     def reply_frame(self) -> Frame:
         """A frame to write a result into, for :meth:`reply`."""
@@ -111,6 +116,7 @@ class Session:
         header = frame.header
         header[_KIND], header[_ID] = _RESULT, identifier
         header[_VERSION] = NO_VERSION if policy_version is None else policy_version
+        self._unanswered -= 1
         self._send(frame, frame)
 
     def reply_error(self, identifier: int, data: bytes) -> None:
@@ -118,6 +124,7 @@ class Session:
         frame = Frame(self._host.response_layout)
         header = frame.header
         header[_KIND], header[_ID], header[_LENGTH] = Kind.ERROR, identifier, len(data)
+        self._unanswered -= 1
         self._send(None, frame, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def take_back(self, receiver: _Receiver) -> None:
@@ -133,10 +140,8 @@ class Session:
     def close(self) -> None:
         """Tell the client that the server shuts down; its thread ends when the client has answered."""
         with self._closing:
-            if (
-                self._said_goodbye or self._pair is None
-            ):  # not admitted yet: the reception calls again
-                return
+            if self._pair is None or self._said_goodbye:
+                return  # without a pair it is not admitted yet: the reception calls again then
             self._said_goodbye = True
         self.say(Kind.CLOSED)
 
@@ -154,9 +159,7 @@ class Session:
         if pair is None:
             return
         held: list[Any] = [frame, following]
-        self._sent.append(
-            (reusable, held)
-        )  # before it is sent: the acknowledgement may overtake us
+        self._sent.append((reusable, held))  # first: the acknowledgement may overtake us
         try:
             self._post_freed(pair)
             held.append(pair.send(frame.message))
@@ -173,14 +176,14 @@ class Session:
             return
         finally:
             self._joining = None
-        reason = "left"
+        lost: Exception | None = None
         try:
             self._receive()
-        except RuntimeError as error:
-            reason = f"was lost ({error})"
-        self._host.leave(self, reason)
+        except Exception as error:
+            lost = error
         self._pair = None
         self._sent.clear()
+        self._host.leave(self, lost)
 
     def _build(self) -> None:
         joining = self._joining
@@ -200,8 +203,8 @@ class Session:
             self.take_back(_Receiver(Frame(self._host.request_layout)))
         self._post_freed(pair)
         self._pair = pair
-        self._host.admit(self)
         self._send(None, mine)
+        self._host.admit(self)
 
     def _receive(self) -> None:
         while True:
@@ -213,6 +216,7 @@ class Session:
             if header[_KIND] != _REQUEST:
                 break
             self._acknowledge(header[_ACKNOWLEDGED])
+            self._unanswered += 1
             self._host.ready(Request(self, receiver, time.perf_counter()))
         if not self._said_goodbye:
             self.say(Kind.BYE)
@@ -228,7 +232,7 @@ class Session:
                     self._posted.put(receiver)
 
     def _acknowledge(self, count: int) -> None:
-        while self._acknowledged < count:
+        while self._acknowledged < count and self._sent:
             frame, _ = self._sent.popleft()
             if frame is not None:
                 self._free.append(frame)

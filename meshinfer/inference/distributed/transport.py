@@ -143,9 +143,7 @@ class DistributedTransport:
             self._locator,
             self.request_layout,
             self.response_layout,
-            identity=Identity(self._rank, next(self._indices))
-            if self._rank is not None
-            else Identity(),
+            identity=self._next_identity(),
             timeout=self.timeout,
             window=self._window,
             interface=self._interface,
@@ -317,6 +315,11 @@ class DistributedTransport:
         self.response_layout.pack_rows(results, frame.block_views, 1)
         request.release()
         request.session.reply(request.identifier, frame, version)
+
+    def _next_identity(self) -> Identity:
+        """With a rank, the same in every life of this process; without one, of nobody else."""
+        identity = Identity(self._rank, next(self._indices))
+        return identity if self._rank is not None else identity.copy()
 
     def _declared_version_key(self) -> tuple[str, ...] | None:
         """The version's key where the response spec has it as a leaf, besides the header that always carries it."""
