@@ -14,9 +14,13 @@ import logging
 import os
 import socket
 import struct
+import threading
 import time
+from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import DistError, TCPStore
 
@@ -26,6 +30,7 @@ __all__ = [
     "Directory",
     "PrivateStore",
     "ServerAddress",
+    "bounded",
     "choose_address",
     "connect_store",
     "resolve",
@@ -37,6 +42,9 @@ SECRET_VARIABLE = "MESHINFER_SECRET"
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 _CLOSED = "closed"
+_GRACE_SECONDS = 0.5
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,8 @@ def resolve(host: str, port: int = 0) -> str:
         raise MeshError(
             f"host {host!r} does not resolve ({error.strerror}); give an address or a name that this host knows"
         ) from error
-    found.sort(
-        key=lambda entry: entry[0] != socket.AF_INET
-    )  # torch's store listens on IPv4 wherever it listens
+    # torch's store listens on IPv4 wherever it listens
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0])
 
 
@@ -113,9 +120,8 @@ def _interface_address(interface: str) -> str:
         return interface
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(
-                probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode())
-            )
+            named = struct.pack("256s", interface[:15].encode())
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, named)
         except OSError as error:
             known = ", ".join(name for _, name in socket.if_nameindex())
             raise MeshError(
@@ -137,9 +143,7 @@ def _address_towards(host: str, port: int) -> str:
     family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(
-                (numeric, port or 9)
-            )  # a datagram socket: nothing is sent, only the route is looked up
+            probe.connect((numeric, port or 9))  # a datagram socket: only looks the route up
         except OSError as error:
             raise MeshError(
                 f"no route from {socket.gethostname()} to {host} ({numeric}): {error.strerror}"
@@ -175,11 +179,15 @@ class PrivateStore:
         """The keys in the store now, for tests and for ``stats``."""
         return [] if self._store is None else list(self._store.list_keys())
 
+    def push(self, queue: str, data: bytes) -> None:
+        """Append to a queue over the connection that this object has: nothing to connect, so nothing to wait for."""
+        if self._store is not None:
+            self._store.queue_push(queue, data)
+
     def connect(self, timeout: float) -> TCPStore:
         """A connection of its own: one ``TCPStore`` object serialises its calls, so no two threads share one."""
-        return connect_store(
-            self.host, self.port, timeout, awaited="the private store of this process"
-        )
+        awaited = "the private store of this process"
+        return _connect(self.host, self.host, self.port, timeout, timeout, awaited)
 
     def close(self) -> None:
         """Stop listening and drop every connection. Idempotent."""
@@ -205,6 +213,8 @@ def _listen(host: str, port: int) -> socket.socket:
 def connect_store(host: str, port: int, timeout: float, *, awaited: str) -> TCPStore:
     """A client connection to the store at ``host:port``, retried while nothing listens there.
 
+    torch looks the name of the address up while it connects: a name server that is silent costs seconds.
+
     Args:
         timeout: seconds for all of it.
         awaited: what is expected there, for the error.
@@ -214,17 +224,52 @@ def connect_store(host: str, port: int, timeout: float, *, awaited: str) -> TCPS
     """
     deadline = time.monotonic() + timeout
     numeric = resolve(host, port)
+    if ipaddress.ip_address(numeric.partition("%")[0]).is_unspecified:
+        raise MeshError(
+            f"{awaited} cannot be reached at {host}, which is every interface: give an address of its host"
+        )
     _knock(numeric, port, deadline, f"{awaited} at {host}:{port}", timeout)
     left = max(deadline - time.monotonic(), 0.01)
-    try:
+    return _connect(numeric, host, port, left, timeout, awaited)
+
+
+def _connect(
+    numeric: str, host: str, port: int, left: float, timeout: float, awaited: str
+) -> TCPStore:
+    """Where something is known to listen; ``host`` and ``timeout`` are what the error names."""
+
+    def connect() -> TCPStore:
         return TCPStore(
             numeric, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=left)
         )
-    except (DistError, RuntimeError) as error:
+
+    try:
+        return bounded(connect, left)
+    except (DistError, RuntimeError, TimeoutError) as error:
         raise TimeoutError(
             f"{awaited} at {host}:{port} accepted a connection but did not answer within {timeout:g} s; "
             "is that process stopped, or is something else listening there?"
         ) from error
+
+
+def bounded(call: Callable[[], T], timeout: float) -> T:
+    """The result of a call to a store; :class:`TimeoutError` when nothing came within ``timeout`` seconds and a little.
+
+    torch's own timeouts leave out some answers: a store whose process is stopped would hold its clients until it goes
+    on. The call runs in a thread, which is left behind then and ends with that process.
+    """
+    outcome: futures.Future[T] = futures.Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(call())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="meshinfer-store", daemon=True).start()
+    if not futures.wait([outcome], timeout + _GRACE_SECONDS).done:
+        raise TimeoutError(f"no answer within {timeout:g} s")
+    return outcome.result()
 
 
 def _knock(numeric: str, port: int, deadline: float, what: str, timeout: float) -> None:
@@ -280,10 +325,11 @@ class Directory:
         """
         deadline = time.monotonic() + timeout
         store = self._connect(timeout)
-        store.set_timeout(timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
+        left = max(deadline - time.monotonic(), 0.01)
+        store.set_timeout(timedelta(seconds=left))
         try:
-            text = store.get(self._key(name)).decode()
-        except (DistError, RuntimeError) as error:
+            text = bounded(lambda: store.get(self._key(name)), left).decode()
+        except (DistError, RuntimeError, TimeoutError) as error:
             raise TimeoutError(
                 f"waited {timeout:g} s for server {name!r} to publish its address in the store at "
                 f"{self.host}:{self.port}; has the server rank started?"

@@ -10,7 +10,31 @@ from torch import Tensor
 
 from meshinfer.layout import PayloadLayout, RowViews
 
-__all__ = ["RowBlock"]
+__all__ = ["Row", "RowBlock", "copy_row", "read_rows"]
+
+_SMALL_ROW = 1 << 14
+
+
+class Row:
+    """One packed payload: the same bytes as a tensor and as a buffer."""
+
+    __slots__ = ("octets", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.octets = memoryview(tensor.numpy().data).cast("B")
+
+
+def copy_row(source: Row, target: Row) -> None:
+    """Copy a row into another of the same layout.
+
+    A small one without torch, whose every call lets go of the interpreter lock: under load, each time, to a thread that
+    has received a request. A large one with it, so that others run meanwhile.
+    """
+    if len(source.octets) <= _SMALL_ROW:
+        target.octets[:] = source.octets
+    else:
+        target.tensor.copy_(source.tensor)
 
 
 class RowBlock:
@@ -29,7 +53,7 @@ class RowBlock:
         self.layout = layout
         self.capacity = capacity
         self._rows = layout.new_rows(capacity)
-        self.rows: tuple[Tensor, ...] = self._rows.unbind(0)
+        self.rows = [Row(row) for row in self._rows.unbind(0)]
         self._first: dict[int, tuple[Tensor, RowViews]] = {}
 
     def gather(self, rows: Sequence[Tensor]) -> TensorDictBase:

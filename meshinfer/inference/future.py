@@ -23,12 +23,6 @@ class FutureOwner(Protocol):
 
     patience: float
 
-    def receive_for(self, future: ReplyFuture) -> None:
-        """Receive in the calling thread until ``future`` is done, unless another thread does."""
-
-    def receive_in_background(self) -> None:
-        """From now on a thread receives: somebody waits with a deadline, or looks without waiting."""
-
     def check_alive(self) -> None:
         """Fail all that is in flight when the server does not answer any more."""
 
@@ -58,9 +52,6 @@ class ReplyFuture:
 
     def done(self) -> bool:
         """Whether the reply, or an error, is here."""
-        owner = self._owner
-        if owner is not None:
-            owner.receive_in_background()
         return self._finished
 
     def result(self, timeout: float | None = None) -> TensorDictBase:
@@ -88,11 +79,6 @@ class ReplyFuture:
             self._wait(timeout)
         return self._error
 
-    @property
-    def settled(self) -> bool:
-        """As :meth:`done`, for transports: starts nothing."""
-        return self._finished
-
     def cancel(self) -> bool:
         """Give the reply up. A request that has not left yet never does; a later reply is dropped."""
         owner = self._owner
@@ -104,13 +90,10 @@ class ReplyFuture:
     def add_done_callback(self, callback: Callable[[ReplyFuture], object]) -> None:
         """Call ``callback(self)`` once the reply is here, at once if it is; it runs in the receiving thread."""
         with _settling:
-            owner = self._owner if not self._finished else None
-            if owner is not None:
+            if not self._finished:
                 self._callbacks.append(callback)
-        if owner is None:
-            callback(self)
-        else:
-            owner.receive_in_background()
+                return
+        callback(self)
 
     def fulfil(self, result: TensorDictBase) -> bool:
         """For transports: the reply has come. ``False`` when the future was settled before."""
@@ -137,13 +120,10 @@ class ReplyFuture:
         if owner is None:
             return
         if timeout is None:
-            owner.receive_for(self)
             while not self._gate.acquire(timeout=owner.patience):
                 owner.check_alive()
-        else:
-            owner.receive_in_background()
-            if not self._gate.acquire(timeout=max(timeout, 0.0)):
-                raise TimeoutError(f"no reply within {timeout:g} s; the request is still in flight")
+        elif not self._gate.acquire(timeout=max(timeout, 0.0)):
+            raise TimeoutError(f"no reply within {timeout:g} s; the request is still in flight")
         self._gate.release()  # for the next waiter
 
     def __await__(self) -> Generator[Any, None, TensorDictBase]:

@@ -110,6 +110,10 @@ class BatchedTransport(InferenceTransport, Protocol):
     """Where clients put the policy version that travels with each reply. The server sets it."""
 
     @property
+    def num_clients(self) -> int:
+        """Clients connected now."""
+
+    @property
     def num_waiting(self) -> int:
         """Requests that are ready now."""
 

@@ -22,8 +22,14 @@ __all__ = ["Batcher", "ItemSource", "RowSource"]
 
 logger = logging.getLogger("meshinfer.server")
 
+_LOOK_SECONDS = 0.1
+"""How often a transport that cannot be woken is asked again whether it has work, so that we notice our own end."""
+
 _INLINE_BATCHES = 4
 """Batches that a receiving thread serves in a row before it goes back to its own client."""
+
+_INLINE_CLIENTS = 4
+"""With more clients the hand-over costs less than it gains: requests gather meanwhile, and batches are larger."""
 
 
 class Source(Protocol):
@@ -113,7 +119,13 @@ class ItemSource:
         """Split the results along their first dimension."""
         if version is not None and self._version_key is not None:
             results = stamp_version(results.copy(), self._version_key, version)
-        for item, result in zip(requests, results.unbind(0), strict=True):
+        rows = results.unbind(0)
+        if len(rows) != len(requests):
+            raise ValueError(
+                f"the policy returned {len(rows)} rows for {len(requests)} requests; "
+                "the first dimension of its result is the requests"
+            )
+        for item, result in zip(requests, rows, strict=True):
             self._transport.resolve(item.callback, result)
 
     def fail(self, request: _Item, exc: BaseException) -> None:
@@ -124,9 +136,9 @@ class ItemSource:
 class Batcher:
     """Serves a transport, from a thread of its own and, ``inline``, from the threads that receive requests.
 
-    A receiving thread that finds nobody serving leads: it serves what has arrived and returns to its client. Under
-    load, when requests keep coming while it serves, it hands over to the batcher's own thread. Either way one batch is
-    computed at a time, by whoever holds the policy's turn.
+    With few clients, a receiving thread that finds nobody serving leads: it serves what has arrived and returns to its
+    client. Under load, when requests keep coming while it serves, it hands over to the batcher's own thread. Either way
+    one batch is computed at a time, by whoever holds the policy's turn.
     """
 
     def __init__(
@@ -150,6 +162,7 @@ class Batcher:
         self.failure: Exception | None = None
         self._stopping = False
         self._batched = transport if isinstance(transport, BatchedTransport) else None
+        self._patience = None if self._batched is not None else _LOOK_SECONDS
         self._thread = threading.Thread(target=self._run, name="meshinfer-server", daemon=True)
 
     @property
@@ -185,7 +198,7 @@ class Batcher:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                if self._transport.wait_for_work(None):
+                if self._transport.wait_for_work(self._patience):
                     with self._policy.turn:
                         self._serve(self._collect())
             with self._policy.turn:
@@ -197,7 +210,9 @@ class Batcher:
 
     def _lead(self) -> None:
         """A request has arrived, in the thread that calls: serve it here, unless somebody is serving."""
-        if self._policy.turn.acquire(blocking=False):
+        assert self._batched is not None
+        few = self._batched.num_clients <= _INLINE_CLIENTS
+        if few and self._policy.turn.acquire(blocking=False):
             try:
                 served = 0
                 while served < _INLINE_BATCHES and not self._stopping:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from meshinfer.arguments import as_count, as_seconds
 
 __all__ = ["InferenceServerConfig"]
 
@@ -23,7 +24,7 @@ class InferenceServerConfig:
 
     Raises:
         ValueError: a value is out of range, or ``min_batch_size > max_batch_size``.
-        TypeError: a count is not an int.
+        TypeError: a count is not an int, or ``timeout`` not a number.
     """
 
     max_batch_size: int = 64
@@ -34,22 +35,13 @@ class InferenceServerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "min_batch_size", "stats_window"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r}: expected an int")
-            if value < 1:
-                raise ValueError(f"{name}={value}: expected at least 1")
+            as_count(name, getattr(self, name))
         if self.min_batch_size > self.max_batch_size:
             raise ValueError(
-                f"min_batch_size={self.min_batch_size} is larger than max_batch_size={self.max_batch_size}; "
-                "a batch could never be made"
+                f"min_batch_size={self.min_batch_size} is larger than "
+                f"max_batch_size={self.max_batch_size}; a batch could never be made"
             )
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
-            raise TypeError(f"timeout={self.timeout!r}: expected a number of seconds")
-        if not 0 <= self.timeout < math.inf:
-            raise ValueError(
-                f"timeout={self.timeout}: expected a finite number of seconds, at least 0"
-            )
+        as_seconds("timeout", self.timeout, zero=True)
         if self.inline and self.min_batch_size > 1:
             raise ValueError(
                 "inline=True needs min_batch_size=1: a receiving thread cannot wait for others"

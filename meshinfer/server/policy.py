@@ -50,16 +50,22 @@ class ServedPolicy:
         self._call = _as_tensordict_callable(model, in_keys, out_keys)
 
     def __call__(self, batch: TensorDictBase, interaction: int) -> TensorDictBase:
-        """One forward pass without gradients, under the interaction type that the clients asked for."""
+        """One forward pass without gradients, under the interaction type that the clients asked for.
+
+        Only for threads of the server: it leaves gradients disabled in the calling one.
+        """
         if self.device is not None:
             batch = batch.to(self.device)
         kind = decode_interaction(interaction)
-        with torch.no_grad():
-            if kind is None:
+        if torch.is_grad_enabled():
+            torch.set_grad_enabled(
+                False
+            )  # for good: threads that serve are ours and do nothing else
+        if kind is None:
+            result = self._call(batch)
+        else:
+            with set_interaction_type(kind):
                 result = self._call(batch)
-            else:
-                with set_interaction_type(kind):
-                    result = self._call(batch)
         if not isinstance(result, TensorDictBase):
             raise TypeError(
                 f"the policy returned {type(result).__name__}, expected a TensorDict; "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from meshinfer.arguments import as_count, as_seconds
 from meshinfer.errors import ClosedError
 from meshinfer.inference.protocol import BatchedTransport, InferenceClient, InferenceTransport
 from meshinfer.inference.resolver import inference_transport_kind, make_inference_transport
@@ -143,6 +144,10 @@ class InferenceServer:
             TypeError: the transport does not know its clients.
             RuntimeError: the transport failed under the serving thread.
         """
+        if timeout is not None:
+            as_seconds("timeout", timeout, zero=True)
+        if num_clients is not None:
+            as_count("num_clients", num_clients)
         if self._batcher is None:
             self.start()
         wait = getattr(self.transport, "wait_until_left", None)
@@ -168,6 +173,7 @@ class InferenceServer:
         Raises:
             TimeoutError: the policy was still computing. Clients have been told all the same.
         """
+        as_seconds("timeout", timeout, zero=True)
         if self._closed:
             return
         self._closed = True
@@ -185,8 +191,7 @@ class InferenceServer:
 
     def clients(self, count: int) -> list[InferenceClient]:
         """``count`` new clients."""
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"count={count!r}: expected a whole number of clients, at least 1")
+        as_count("count", count)
         return [self.client() for _ in range(count)]
 
     def update_model(self, change: Callable[[Any], object], *, version: int | None = None) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch.distributed import TCPStore
 
+from meshinfer.arguments import as_seconds
 from meshinfer.errors import (
     ClosedError,
     PeerLostError,
@@ -34,7 +35,7 @@ __all__ = ["DistributedClient"]
 logger = logging.getLogger("meshinfer.distributed")
 
 _GOODBYE_SECONDS = 2.0
-_PROBE_SECONDS = 5.0
+_PROBE_SECONDS = 15.0  # a TCPStore looks names up: that alone takes ten where the resolver is slow
 _RETURN_SECONDS = 5.0
 _LOOK_AGAIN_SECONDS = 1.0
 _abandoned: list[Connection] = []
@@ -96,7 +97,7 @@ class DistributedClient:
         """
         if timeout is None:
             return self.submit(payload).result()
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + as_seconds("timeout", timeout, zero=True)
         future = self.submit(payload, timeout)
         try:
             return future.result(deadline - time.monotonic())
@@ -199,6 +200,7 @@ class DistributedClient:
             self._spare.clear()
             self._connection = None
             self._pid = os.getpid()
+            self._identity = self._identity.copy()
             self._finalizer.detach()
             self._finalizer = weakref.finalize(self, _leave, self._holder, self._pid)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshinfer.layout import PayloadLayout
+from meshinfer.slots import Row
 
 __all__ = ["HEADER_BYTES", "TAG_ERROR", "TAG_FRAME", "Field", "Frame", "Kind"]
 
@@ -72,9 +73,9 @@ class Frame:
         self.message: list[Tensor] = [buffer]
         self.header = octets.cast("q")
         self.proof = octets[_PROOF]
-        self.row = buffer[HEADER_BYTES:]
-        self.views = layout.views(self.row)
-        self.block = self.row.unsqueeze(0)  # the same row as a batch of one
+        self.row = Row(buffer[HEADER_BYTES:])
+        self.views = layout.views(self.row.tensor)
+        self.block = self.row.tensor.unsqueeze(0)  # the same row as a batch of one
         self.block_views = layout.views(self.block)
         octet = 8 * Field.VERSION
         self.version = (

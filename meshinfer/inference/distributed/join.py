@@ -105,8 +105,7 @@ class Hello:
     def from_json(cls, fields: Mapping[str, Any]) -> Hello:
         """Raises :class:`ValueError`, :class:`TypeError` or :class:`KeyError` for anything but a hello."""
         hello = cls(**{**fields, "identity": Identity(**fields["identity"])})
-        if len(hello.nonce) != _NONCE_CHARACTERS or not hello.nonce.isalnum():
-            raise ValueError("not a nonce")
+        check_nonce(hello.nonce)
         return hello
 
     def __str__(self) -> str:
@@ -114,12 +113,28 @@ class Hello:
 
     def objection(self, request: PayloadLayout, response: PayloadLayout) -> str | None:
         """Why a server with these layouts cannot serve this client, or ``None``."""
-        if self.version != meshinfer.__version__:
-            return f"the client runs meshinfer {self.version}, the server {meshinfer.__version__}; install one version"
         for layout, theirs in ((request, self.request), (response, self.response)):
             if theirs["fingerprint"] != layout.fingerprint:
                 return f"the {layout.name} layouts differ: {layout.difference(theirs)} (here: the server)"
         return None
+
+
+def check_nonce(nonce: object) -> str:
+    """A nonce becomes part of queue names: only what :meth:`Hello.of` makes may."""
+    if not isinstance(nonce, str) or len(nonce) != _NONCE_CHARACTERS or not nonce.isalnum():
+        raise ValueError("not a nonce")
+    return nonce
+
+
+def objection_to_version(claimed: Mapping[str, Any]) -> str | None:
+    """Looked at before the rest of a hello, whose fields another version may have changed."""
+    theirs = claimed.get("version")
+    if theirs == meshinfer.__version__:
+        return None
+    return (
+        f"the client runs meshinfer {theirs}, the server {meshinfer.__version__}; "
+        "install one version"
+    )
 
 
 def answer_queue(nonce: str) -> str:
@@ -160,7 +175,7 @@ class Joining:
     def __init__(
         self, store: TCPStore, secret: bytes, nonce: str, rank: int, timeout: float
     ) -> None:
-        self._store = store
+        self.store = store
         self._secret = secret
         self._nonce = nonce
         self._rank = rank
@@ -198,12 +213,12 @@ class Joining:
 
     def announce(self, hello: Hello) -> None:
         """Client: put a hello where the server looks for it."""
-        self._store.queue_push(JOIN_QUEUE, seal(self._secret, "hello", hello.to_json()))
+        self.store.queue_push(JOIN_QUEUE, seal(self._secret, "hello", hello.to_json()))
 
     def answer(self, content: Mapping[str, Any]) -> None:
         """Server: admit or refuse."""
         sealed = seal(self._secret, f"answer/{self._nonce}", content)
-        self._store.queue_push(answer_queue(self._nonce), sealed)
+        self.store.queue_push(answer_queue(self._nonce), sealed)
 
     def build_pair(self, device: GlooDevice) -> Pair:
         """Both: the pair, once the other side has come too.
@@ -230,14 +245,14 @@ class Joining:
             DistError, RuntimeError
         ):  # an empty queue, or a store that has closed meanwhile
             for queue in left:
-                while self._store.queue_len(queue):
-                    self._store.queue_pop(queue, block=False)
+                while self.store.queue_len(queue):
+                    self.store.queue_pop(queue, block=False)
 
     def _send_address(self, key: str, value: bytes) -> None:
         sealed = seal(
             self._secret, self._address_queue(self._rank), {"key": key, "value": value.hex()}
         )
-        self._store.queue_push(self._address_queue(self._rank), sealed)
+        self.store.queue_push(self._address_queue(self._rank), sealed)
 
     def _receive_address(self) -> tuple[str, bytes]:
         queue = self._address_queue(CLIENT if self._rank == SERVER else SERVER)
@@ -253,9 +268,9 @@ class Joining:
 
     def _pop(self, queue: str, awaited: str) -> bytes:
         left = self.remaining()
-        self._store.set_timeout(timedelta(seconds=left))
+        self.store.set_timeout(timedelta(seconds=left))
         try:
-            return self._store.queue_pop(queue)
+            return self.store.queue_pop(queue)
         except (DistError, RuntimeError) as error:
             raise TimeoutError(
                 f"waited {left:.1f} s for {awaited}; the last word was: {error}"

@@ -13,7 +13,15 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore
 
 from meshinfer.inference.distributed.frames import Kind
-from meshinfer.inference.distributed.join import JOIN_QUEUE, Hello, Identity, Joining, open_sealed
+from meshinfer.inference.distributed.join import (
+    JOIN_QUEUE,
+    Hello,
+    Identity,
+    Joining,
+    check_nonce,
+    objection_to_version,
+    open_sealed,
+)
 from meshinfer.inference.distributed.pair import SERVER, GlooDevice
 from meshinfer.inference.distributed.session import Request, Session
 from meshinfer.layout import PayloadLayout
@@ -27,7 +35,9 @@ _STOP = b"stop"
 _FOREVER = timedelta(days=3650)
 _JOIN_SECONDS = 30.0
 _GOODBYE_SECONDS = 2.0
-_IDLE_GOODBYE_SECONDS = 0.25
+_ABORT_SECONDS = 1.0
+_LONGEST_HELLO = 1 << 18
+_KEPT_CONNECTIONS = 4
 
 
 class Reception:
@@ -62,13 +72,14 @@ class Reception:
         self.on_ready: Callable[[], None] | None = None
         self._store = PrivateStore(host, port)
         self.address = ServerAddress(self._store.host, self._store.port, secret)
-        self.device = GlooDevice.at(host, SERVER)
+        self.device: GlooDevice | None = GlooDevice.at(host, SERVER)
         self._join_timeout = join_timeout
         self._work = threading.Event()
         self._changed = threading.Condition()
         self._sessions: dict[Identity, Session] = {}
         self._joining: set[Session] = set()
         self._leaving: list[Session] = []
+        self._connections: list[TCPStore] = []
         self._expected = frozenset(expected_ranks)
         self._seen: set[int] = set()
         self._joins = 0
@@ -91,7 +102,7 @@ class Reception:
         return len(self._sessions)
 
     def store_keys(self) -> list[str]:
-        """Keys in the private store now."""
+        """Keys in the private store now; joins use queues, which torch does not list."""
         return self._store.keys()
 
     def ready(self, request: Request) -> None:
@@ -141,8 +152,9 @@ class Reception:
 
     # What a session's thread reports.
 
-    def admit(self, session: Session) -> None:
+    def admit(self, session: Session, joining: Joining) -> None:
         """The pair is built and proved; an older session of the same client ends here."""
+        self._keep(joining)
         with self._changed:
             key = session.identity
             replaced = self._sessions.pop(key, None)
@@ -158,8 +170,8 @@ class Reception:
         if self._closing:
             session.close()
 
-    def leave(self, session: Session, lost: Exception | None) -> None:
-        """The session has ended: the client said goodbye, or was ``lost``."""
+    def leave(self, session: Session, lost: str | None) -> None:
+        """The session has ended: the client said goodbye, or was ``lost`` for this reason."""
         if lost is None or self._closing:
             logger.debug("%s left", session.hello)
         else:
@@ -170,10 +182,12 @@ class Reception:
             self._let_go(session)
             self._changed.notify_all()
 
-    def join_failed(self, session: Session, error: Exception) -> None:
+    def join_failed(self, session: Session, reason: str) -> None:
         """The client did not complete its join, or showed a wrong proof."""
         level = logging.DEBUG if self._closing else logging.WARNING
-        logger.log(level, "%s did not complete its join: %s", session.hello, error)
+        logger.log(level, "%s did not complete its join: %s", session.hello, reason)
+        if not self._closing:
+            self._joining_of(session.hello.nonce).clean_up()
         with self._changed:
             self._joining.discard(session)
             self._let_go(session)
@@ -200,30 +214,55 @@ class Reception:
                 self._receive_hello(data)
 
     def _receive_hello(self, data: bytes) -> None:
+        """Admit, refuse or ignore. Anybody who reaches the store can write here, so nothing may escape."""
         try:
-            content = open_sealed(self.address.secret, "hello", data)
-            hello = Hello.from_json(content if content is not None else json.loads(data[64:]))
-        except (ValueError, TypeError, KeyError) as error:
-            logger.warning("something that is no client wrote to the private store: %s", error)
-            return
-        objection = "it holds another job secret" if content is None else None
-        objection = objection or hello.objection(self.request_layout, self.response_layout)
+            self._consider(data)
+        except Exception as error:
+            logger.warning("something in the private store is no hello: %s", error)
+
+    def _consider(self, data: bytes) -> None:
+        if len(data) > _LONGEST_HELLO:
+            raise ValueError(f"{len(data)} bytes")
+        content = open_sealed(self.address.secret, "hello", data)
+        claimed = content if content is not None else json.loads(data[64:])
+        objection = None if content is not None else "it holds another job secret"
+        objection = objection or objection_to_version(claimed)
         if objection is not None:
-            logger.warning("%s refused: %s", hello, objection)
-            self._answer(hello, {"refused": objection})
+            return self._refuse(
+                str(claimed.get("identity")), check_nonce(claimed["nonce"]), objection
+            )
+        hello = Hello.from_json(claimed)
+        objection = hello.objection(self.request_layout, self.response_layout)
+        if objection is not None:
+            self._refuse(str(hello), hello.nonce, objection)
         elif self._closing:
-            self._answer(hello, {"closed": True})
+            self._answer(hello.nonce, {"closed": True})
         elif hello.absent:
             self._note_absent(hello)
         else:
             self._start_session(hello)
 
-    def _answer(self, hello: Hello, content: dict[str, object]) -> None:
-        self._joining_of(hello).answer(content)
+    def _refuse(self, whom: str, nonce: str, objection: str) -> None:
+        logger.warning("%s refused: %s", whom, objection)
+        self._answer(nonce, {"refused": objection})
 
-    def _joining_of(self, hello: Hello) -> Joining:
-        store = self._store.connect(self._join_timeout)
-        return Joining(store, self.address.secret, hello.nonce, SERVER, self._join_timeout)
+    def _answer(self, nonce: str, content: dict[str, object]) -> None:
+        joining = self._joining_of(nonce)
+        joining.answer(content)
+        self._keep(joining)
+
+    def _joining_of(self, nonce: str) -> Joining:
+        """A join over a store connection of its own: one that an earlier join has left, or a new one."""
+        try:
+            store = self._connections.pop()
+        except IndexError:
+            store = self._store.connect(self._join_timeout)
+        return Joining(store, self.address.secret, nonce, SERVER, self._join_timeout)
+
+    def _keep(self, joining: Joining) -> None:
+        """The join is over, and well: its connection may serve another, since making one can be slow."""
+        if len(self._connections) < _KEPT_CONNECTIONS:
+            self._connections.append(joining.store)
 
     def _note_absent(self, hello: Hello) -> None:
         with self._changed:
@@ -234,7 +273,7 @@ class Reception:
     def _start_session(self, hello: Hello) -> None:
         with self._changed:
             self._hellos += 1
-            session = Session(self, self._joining_of(hello), hello, self._hellos)
+            session = Session(self, self._joining_of(hello.nonce), hello, self._hellos)
             self._joining.add(session)
         session.thread.start()
 
@@ -256,21 +295,20 @@ class Reception:
             request.release()
         for session in sessions:
             session.close()
-        # A client that is not waiting for a reply sees our goodbye at its next call only, so we do not wait for its.
-        self._join_threads(sessions, min(deadline, time.monotonic() + _IDLE_GOODBYE_SECONDS))
-        self._join_threads([session for session in sessions if not session.idle], deadline)
+        self._join_threads(sessions, deadline)
         for session in sessions:
             if session.thread.is_alive():
                 session.abort()
-        self._join_threads(sessions, time.monotonic() + _GOODBYE_SECONDS)
         self.wake()
         self._store.close()  # this ends the joins that still wait in it
-        self._join_threads(sessions, time.monotonic() + _GOODBYE_SECONDS)
+        self._join_threads(sessions, time.monotonic() + _ABORT_SECONDS)
+        self._sessions.clear()
+        self._connections.clear()
+        self.device = None
         self._closed.set()
 
     def _stop_listener(self, timeout: float) -> None:
-        store: TCPStore = self._store.connect(timeout)
-        store.queue_push(JOIN_QUEUE, _STOP)
+        self._store.push(JOIN_QUEUE, _STOP)
         self._listener.join(timeout)
 
     @staticmethod

@@ -97,15 +97,9 @@ class Session:
         self._posting = threading.Lock()  # receives are posted and queued in the same order
         self._closing = threading.Lock()
         self._said_goodbye = False
-        self._unanswered = 0
         self.thread = threading.Thread(
             target=self._run, name=f"meshinfer-session-{number}", daemon=True
         )
-
-    @property
-    def idle(self) -> bool:
-        """Whether every request has been answered, so that the client may be anywhere but waiting."""
-        return self._unanswered == 0
 
     def reply_frame(self) -> Frame:
         """A frame to write a result into, for :meth:`reply`."""
@@ -116,7 +110,6 @@ class Session:
         header = frame.header
         header[_KIND], header[_ID] = _RESULT, identifier
         header[_VERSION] = NO_VERSION if policy_version is None else policy_version
-        self._unanswered -= 1
         self._send(frame, frame)
 
     def reply_error(self, identifier: int, data: bytes) -> None:
@@ -124,7 +117,6 @@ class Session:
         frame = Frame(self._host.response_layout)
         header = frame.header
         header[_KIND], header[_ID], header[_LENGTH] = Kind.ERROR, identifier, len(data)
-        self._unanswered -= 1
         self._send(None, frame, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def take_back(self, receiver: _Receiver) -> None:
@@ -172,25 +164,33 @@ class Session:
         try:
             self._build()
         except Exception as error:
-            self._host.join_failed(self, error)
+            self._let_go()
+            self._host.join_failed(self, str(error))
             return
-        finally:
-            self._joining = None
-        lost: Exception | None = None
+        lost: str | None = None
         try:
             self._receive()
         except Exception as error:
-            lost = error
-        self._pair = None
-        self._sent.clear()
+            lost = str(error)  # not itself: a log that keeps it would keep our sockets
+        self._let_go()
         self._host.leave(self, lost)
+
+    def _let_go(self) -> None:
+        """Drop all that gloo holds for us, and with it the sockets."""
+        self._joining = self._pair = None
+        self._sent.clear()
+        self._freed.clear()
+        self._posted = SimpleQueue()
 
     def _build(self) -> None:
         joining = self._joining
         assert joining is not None
         server_nonce = secrets.token_hex(16)
         joining.answer({"nonce": server_nonce, "policy_version_key": self._host.policy_version_key})
-        pair = joining.build_pair(self._host.device)
+        device = self._host.device
+        if device is None:
+            raise ConnectionError("the server is shutting down")
+        pair = joining.build_pair(device)
         shown = Frame(self._host.request_layout)
         mine = Frame(self._host.response_layout)
         mine.header[_KIND] = Kind.PROOF
@@ -204,7 +204,7 @@ class Session:
         self._post_freed(pair)
         self._pair = pair
         self._send(None, mine)
-        self._host.admit(self)
+        self._host.admit(self, joining)
 
     def _receive(self) -> None:
         while True:
@@ -212,11 +212,11 @@ class Session:
             if receiver is None or receiver.work is None:
                 raise RuntimeError("the pair was cut")
             receiver.work.wait(FOREVER)
+            receiver.work = None
             header = receiver.frame.header
             if header[_KIND] != _REQUEST:
                 break
             self._acknowledge(header[_ACKNOWLEDGED])
-            self._unanswered += 1
             self._host.ready(Request(self, receiver, time.perf_counter()))
         if not self._said_goodbye:
             self.say(Kind.BYE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 import weakref
@@ -12,7 +13,8 @@ from typing import Any, Literal
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from meshinfer.errors import ClosedError
+from meshinfer.arguments import as_count, as_seconds
+from meshinfer.errors import ClosedError, TransportError
 from meshinfer.inference.distributed.client import DistributedClient
 from meshinfer.inference.distributed.join import Identity
 from meshinfer.inference.distributed.locate import FixedAddress, Listed, Locator
@@ -23,9 +25,11 @@ from meshinfer.inference.remote_errors import encode_exception
 from meshinfer.inference.version import stamp_version
 from meshinfer.layout import PayloadLayout
 from meshinfer.rendezvous import SECRET_VARIABLE, Directory, ServerAddress, choose_address, resolve
-from meshinfer.slots import RowBlock, read_rows
+from meshinfer.slots import RowBlock, copy_row, read_rows
 
 __all__ = ["DistributedTransport"]
+
+logger = logging.getLogger("meshinfer.distributed")
 
 _GOODBYE_SECONDS = 2.0
 
@@ -271,7 +275,7 @@ class DistributedTransport:
         if len(slots) == 1:  # read in place: it is released when it has been answered
             frame = slots[0].frame
             return read_rows(self.request_layout, frame.block_views, frame.block)
-        batch = out.gather([request.frame.row for request in slots])
+        batch = out.gather([request.frame.row.tensor for request in slots])
         for request in slots:
             request.release()
         return batch
@@ -305,7 +309,7 @@ class DistributedTransport:
         block.pack(results, len(slots))
         for request, row in zip(slots, block.rows, strict=False):
             frame = request.session.reply_frame()
-            frame.row.copy_(row)
+            copy_row(row, frame.row)
             request.session.reply(request.identifier, frame, policy_version)
 
     def _resolve_single(
@@ -346,7 +350,10 @@ def _close(reception: Reception | None, published: tuple[Directory, str] | None,
     reception.close()
     if published is not None:
         directory, name = published
-        directory.withdraw(name, timeout=_GOODBYE_SECONDS)
+        try:
+            directory.withdraw(name, timeout=_GOODBYE_SECONDS)
+        except (TransportError, TimeoutError, ValueError, RuntimeError) as error:
+            logger.debug("%s stays in the directory, which has gone first: %s", name, error)
 
 
 def _locator(
@@ -370,11 +377,13 @@ def _given_secret(secret: str | bytes | None) -> bytes | None:
     given = secret if secret is not None else os.environ.get(SECRET_VARIABLE)
     if given is None:
         return None
+    if not isinstance(given, (str, bytes)):
+        raise TypeError(f"secret: expected str or bytes, found {type(given).__name__}")
     if not given:
         raise ValueError(
-            f"secret (or {SECRET_VARIABLE}) is empty; give at least one character, or leave it unset"
+            f"secret (or {SECRET_VARIABLE}) is empty; give at least one character, or leave it out"
         )
-    return given.encode() if isinstance(given, str) else bytes(given)
+    return given.encode() if isinstance(given, str) else given
 
 
 def _check(*, backend: str, timeout: float, role: str, port: int | None, window: int) -> None:
@@ -382,12 +391,10 @@ def _check(*, backend: str, timeout: float, role: str, port: int | None, window:
         raise ValueError(f"backend={backend!r}: this version has 'gloo'")
     if role not in ("server", "client"):
         raise ValueError(f"role={role!r}: expected 'server' or 'client'")
-    if not timeout > 0:
-        raise ValueError(f"timeout={timeout!r}: expected a positive number of seconds")
-    if port is not None and not 0 <= port <= 65535:
-        raise ValueError(f"port={port!r}: expected 0 (the system chooses) to 65535")
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"window={window!r}: expected a whole number of requests, at least 1")
+    as_seconds("timeout", timeout)
+    as_count("window", window)
+    if port is not None:
+        as_count("port", port, least=0, most=65535)
 
 
 def _check_batch_sizes(request: PayloadLayout, response: PayloadLayout) -> None:

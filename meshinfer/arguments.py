@@ -1,0 +1,32 @@
+"""Checks of arguments that several rooms take: each error names the argument, what was expected and what was found."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["as_count", "as_seconds"]
+
+
+def as_seconds(name: str, value: object, *, zero: bool = False) -> float:
+    """``value`` as a finite number of seconds, above zero, or with ``zero`` from zero on.
+
+    Raises:
+        TypeError: no number.
+        ValueError: out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r}: expected a number of seconds")
+    if not (value >= 0 if zero else value > 0) or value == math.inf:
+        least = "at least 0" if zero else "above 0"
+        raise ValueError(f"{name}={value!r}: expected a finite number of seconds, {least}")
+    return float(value)
+
+
+def as_count(name: str, value: object, *, least: int = 1, most: int | None = None) -> int:
+    """``value`` as an int of at least ``least``, and at most ``most``; errors as :func:`as_seconds`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r}: expected an int")
+    if value < least or (most is not None and value > most):
+        upto = "" if most is None else f" and at most {most}"
+        raise ValueError(f"{name}={value}: expected at least {least}{upto}")
+    return value

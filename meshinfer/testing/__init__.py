@@ -1,0 +1,29 @@
+"""The conformance suite that every inference transport passes, for anybody's transport.
+
+::
+
+    from meshinfer.testing import ThreadHarness, run_conformance
+
+    run_conformance(ThreadHarness(MyTransport))
+
+or, with a test framework, one test for each of :data:`CONFORMANCE_CHECKS`. Needs none itself.
+"""
+
+from meshinfer.testing.check import ConformanceCheck
+from meshinfer.testing.expect import raises
+from meshinfer.testing.harness import ClientRun, ThreadHarness, TransportHarness, report
+from meshinfer.testing.processes import ProcessHarness
+from meshinfer.testing.suite import CONFORMANCE_CHECKS, ConformanceError, run_conformance
+
+__all__ = [
+    "CONFORMANCE_CHECKS",
+    "ClientRun",
+    "ConformanceCheck",
+    "ConformanceError",
+    "ProcessHarness",
+    "ThreadHarness",
+    "TransportHarness",
+    "raises",
+    "report",
+    "run_conformance",
+]

@@ -1,0 +1,204 @@
+"""Waiting: deadlines, retries, looking without waiting, giving up, several waiters."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from meshinfer.inference.protocol import InferenceClient
+from meshinfer.testing.check import conformance_check
+from meshinfer.testing.checks.replies import count
+from meshinfer.testing.expect import raises
+from meshinfer.testing.harness import ClientRun, TransportHarness, report, within
+from meshinfer.testing.serving import HELD, AddOne, Gated, check_reply, request, serving
+
+__all__ = ["CHECKS"]
+
+AT_ONCE = 1.0
+"""Seconds that what never waits may take on a busy machine."""
+
+
+def _run_at_gate(
+    harness: TransportHarness, function: Callable[..., Any], **server_options: Any
+) -> None:
+    """Run ``function``, whose held request passes the gate once it has reported."""
+    policy = Gated(harness.patience)
+    with serving(harness, policy, **server_options) as server:
+        run = harness.run_client(function, server.client())
+        run.next_report(harness.patience)
+        policy.gate.set()
+        run.result(harness.patience)
+
+
+@conformance_check()
+def a_timeout_leaves_the_request_in_flight(harness: TransportHarness) -> None:
+    """When ``result`` times out it raises TimeoutError, and can be called again for the reply."""
+    _run_at_gate(harness, _time_out_and_retry)
+
+
+def _time_out_and_retry(client: InferenceClient) -> None:
+    future = client.submit(request(HELD))
+    for timeout in (0.05, 0.0, 0.01):
+        with within(AT_ONCE, "result(timeout)"), raises(TimeoutError):
+            future.result(timeout)
+    report()
+    check_reply(future.result(), HELD)
+    check_reply(future.result(0.0), HELD)
+    check_reply(client(request(1)), 1)
+
+
+@conformance_check()
+def a_burst_of_timeouts_does_no_damage(harness: TransportHarness) -> None:
+    """After many requests were given up in time-outs and cancellations, each later one gets its own reply."""
+    _run_at_gate(harness, _give_up_many)
+
+
+def _give_up_many(client: InferenceClient) -> None:
+    client.submit(request(HELD))
+    for value in range(100):
+        with raises(TimeoutError):
+            client(request(value), 0.003)
+    for future in [client.submit(request(value)) for value in range(100)]:
+        assert future.cancel()
+    report()
+    count(client, 1000, 200, 10.0)
+
+
+@conformance_check()
+def a_cancelled_request_is_over(harness: TransportHarness) -> None:
+    """``cancel`` ends a request that is in flight, and is refused by one that has its reply."""
+    _run_at_gate(harness, _cancel, max_batch_size=1)
+
+
+def _cancel(client: InferenceClient) -> None:
+    held, queued = client.submit(request(HELD)), client.submit(request(1))
+    with within(AT_ONCE, "cancel()"):
+        assert queued.cancel(), "a request in flight could not be cancelled"
+    assert queued.done()
+    with within(AT_ONCE, "result() of a cancelled request"), raises(Exception) as caught:
+        queued.result()
+    assert not isinstance(caught.error, TimeoutError), "a cancelled request is not a late one"
+    report()
+    check_reply(held.result(), HELD)
+    assert not held.cancel(), "an answered request was cancelled"
+    check_reply(held.result(), HELD)
+    check_reply(client(request(2)), 2)
+
+
+@conformance_check()
+def done_turns_true_without_waiting(harness: TransportHarness) -> None:
+    """``done`` never waits, is false before the reply, and turns true although nobody waits."""
+    _run_at_gate(harness, _look_only)
+
+
+def _look_only(client: InferenceClient) -> None:
+    future = client.submit(request(HELD))
+    with within(AT_ONCE, "done()"):
+        assert not future.done(), "done() before there was a reply"
+    report()
+    pause, deadline = threading.Event(), time.monotonic() + 5.0
+    while not future.done():
+        assert time.monotonic() < deadline, "done() stayed false for 5 s"
+        pause.wait(0.001)
+    with within(AT_ONCE, "result() after done()"):
+        check_reply(future.result(0.0), HELD)
+
+
+@conformance_check()
+def futures_can_be_awaited(harness: TransportHarness) -> None:
+    """Futures can be awaited in asyncio, many at once, and the event loop goes on meanwhile."""
+    _run_at_gate(harness, _await)
+
+
+def _await(client: InferenceClient) -> None:
+    asyncio.run(_await_many(client))
+
+
+async def _await_many(client: InferenceClient) -> None:
+    values = [HELD, *range(30)]
+
+    async def ask(value: int) -> None:
+        future: Any = client.submit(request(value))
+        check_reply(await future, value)
+
+    tasks = [asyncio.create_task(ask(value)) for value in values]
+    await asyncio.sleep(0)  # they are all waiting now, and we are here all the same
+    assert not tasks[0].done()
+    report()
+    await asyncio.gather(*tasks)
+
+
+@conformance_check("shared_clients")
+def threads_may_share_a_client(harness: TransportHarness) -> None:
+    """Threads that share one client each get their own replies."""
+    with serving(harness, AddOne()) as server:
+        harness.run_client(_share, server.client()).result(harness.patience)
+
+
+def _share(client: InferenceClient) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(count, client, 1000 * index, 100, None) for index in range(3)]
+        runs.append(pool.submit(count, client, 9000, 100, 10.0))
+        assert [run.result() for run in runs] == [100] * 4
+
+
+@conformance_check("shared_clients")
+def nobody_waits_behind_another_waiter(harness: TransportHarness) -> None:
+    """While one thread waits, ``done``, ``result(timeout)`` and the result of an answered request do not."""
+    _run_at_gate(harness, _wait_beside, max_batch_size=1)
+
+
+def _wait_beside(client: InferenceClient) -> None:
+    answered, held = client.submit(request(1)), client.submit(request(HELD))
+    waiter = ClientRun()
+    started = threading.Event()
+
+    def wait() -> None:
+        started.set()
+        check_reply(held.result(), HELD)
+        waiter.finish(None)
+
+    threading.Thread(target=wait, name="conformance-waiter", daemon=True).start()
+    started.wait()
+    with within(5.0, "result() of an answered request"):
+        check_reply(answered.result(), 1)
+    with within(AT_ONCE, "result(timeout) beside a waiter"), raises(TimeoutError):
+        held.result(0.05)
+    with within(AT_ONCE, "done() beside a waiter"):
+        assert not held.done()
+        assert answered.done()
+    report()
+    waiter.result(10.0)
+
+
+@conformance_check()
+def abandoned_futures_are_freed(harness: TransportHarness) -> None:
+    """A future that was dropped is freed once its reply has come, and hinders nobody."""
+    with serving(harness, AddOne()) as server:
+        harness.run_client(_abandon, server.client()).result(harness.patience)
+
+
+def _abandon(client: InferenceClient) -> None:
+    dropped = [weakref.ref(client.submit(request(value))) for value in range(50)]
+    count(client, 100, 60, None)
+    gc.collect()
+    kept = sum(reference() is not None for reference in dropped)
+    assert kept == 0, f"{kept} of 50 abandoned futures are still held"
+
+
+CHECKS = (
+    a_timeout_leaves_the_request_in_flight,
+    a_burst_of_timeouts_does_no_damage,
+    a_cancelled_request_is_over,
+    done_turns_true_without_waiting,
+    futures_can_be_awaited,
+    threads_may_share_a_client,
+    nobody_waits_behind_another_waiter,
+    abandoned_futures_are_freed,
+)

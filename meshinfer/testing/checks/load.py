@@ -1,0 +1,65 @@
+"""Much at once, and nothing for a long time."""
+
+from __future__ import annotations
+
+import threading
+
+from tensordict import TensorDict, TensorDictBase
+
+from meshinfer.inference.protocol import InferenceClient
+from meshinfer.testing.check import conformance_check
+from meshinfer.testing.checks.replies import count
+from meshinfer.testing.harness import TransportHarness
+from meshinfer.testing.serving import AddOne, check_reply, request, serving
+
+__all__ = ["CHECKS"]
+
+AT_ONCE = 500
+TIMEOUT = 0.6
+"""Seconds: of the transport that is kept idle, which must connect within it on a busy machine too."""
+
+
+@conformance_check()
+def a_flood_is_answered_in_full(harness: TransportHarness) -> None:
+    """Hundreds of requests that one client submits at once are all answered, while another client is served."""
+    policy = AddOne()
+    with serving(harness, policy, max_batch_size=16) as server:
+        flood = harness.run_client(_flood, server.client())
+        harness.run_client(count, server.client(), 10_000, 20, None).result(harness.patience)
+        flood.result(harness.patience)
+    arrived = sorted(value for batch in policy.batches for value in batch if value < 10_000)
+    assert arrived == list(range(AT_ONCE)), "requests were lost or computed twice"
+    assert max(map(len, policy.batches)) <= 16, "a batch was larger than max_batch_size"
+
+
+def _flood(client: InferenceClient) -> None:
+    futures = [client.submit(request(value)) for value in range(AT_ONCE)]
+    for value, future in enumerate(futures):
+        check_reply(future.result(), value)
+
+
+class _Slow(AddOne):
+    """Needs longer than the transport's timeout for the first batch."""
+
+    def __call__(self, batch: TensorDictBase) -> TensorDict:
+        if not self.batches:
+            threading.Event().wait(2 * TIMEOUT)
+        return super().__call__(batch)
+
+
+@conformance_check()
+def idling_and_slow_policies_are_no_timeout(harness: TransportHarness) -> None:
+    """Neither a policy that is slower than the transport's timeout nor a longer pause between requests is an error."""
+    with serving(harness, _Slow(), options={"timeout": TIMEOUT}) as server:
+        harness.run_client(_pause, server.client()).result(harness.patience)
+
+
+def _pause(client: InferenceClient) -> None:
+    check_reply(client(request(1)), 1)
+    threading.Event().wait(3 * TIMEOUT)
+    future = client.submit(request(2))
+    threading.Event().wait(TIMEOUT)
+    check_reply(future.result(), 2)
+
+
+CHECKS = (a_flood_is_answered_in_full, idling_and_slow_policies_are_no_timeout)

@@ -1,0 +1,220 @@
+"""Clients in processes: a few workers that are started once and run one function after the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from meshinfer.inference.protocol import InferenceTransport
+from meshinfer.testing.harness import ClientRun, TransportHarness, run_reporting
+
+__all__ = ["ProcessHarness", "RemoteTraceback"]
+
+_SECONDS_TO_EXIT = 5.0
+_PRELOADED = ["meshinfer.testing"]
+
+
+class RemoteTraceback(Exception):
+    """Cause of an exception that a client raised in its process: how it looked there."""
+
+
+class ProcessHarness(TransportHarness):
+    """Clients in processes that share nothing with this one. A context manager.
+
+    Args:
+        factory: importable; see :class:`~meshinfer.testing.harness.TransportHarness`.
+        workers: processes that :meth:`replenish` keeps ready; more are started when a check needs them.
+        start_method: ``"forkserver"``, which imports torch once, or ``"spawn"``.
+        capabilities: as for :class:`~meshinfer.testing.harness.TransportHarness`.
+    """
+
+    crosses_processes = True
+
+    def __init__(
+        self,
+        factory: Callable[..., InferenceTransport],
+        *,
+        workers: int = 4,
+        start_method: str = "forkserver",
+        **capabilities: Any,
+    ) -> None:
+        super().__init__(factory, **capabilities)
+        self._context: Any = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            self._context.set_forkserver_preload(_PRELOADED)
+        self._size = workers
+        self._lock = threading.Lock()
+        self._workers: list[_Worker] = []
+        self._idle: list[_Worker] = []
+
+    def run_client(self, function: Callable[..., Any], client: Any, *args: Any) -> ClientRun:
+        """Hand the call to an idle worker; see :meth:`TransportHarness.run_client`."""
+        task = pickle.dumps((function, client, *args))
+        with self._lock:
+            self._bury()
+            worker = self._idle.pop() if self._idle else self._hire()
+        return worker.assign(task)
+
+    def replenish(self) -> None:
+        """Replace workers that were killed or still run what a failed check left, so that all are idle."""
+        with self._lock:
+            for worker in self._workers:
+                if worker not in self._idle:
+                    worker.kill()
+            self._bury()
+            while len(self._idle) < self._size:
+                self._idle.append(self._hire())
+
+    def close(self) -> None:
+        """End all workers. Idempotent."""
+        with self._lock:
+            for worker in self._workers:
+                worker.end(politely=worker in self._idle)
+            self._workers.clear()
+            self._idle.clear()
+
+    def __enter__(self) -> ProcessHarness:
+        self.replenish()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _hire(self) -> _Worker:
+        worker = _Worker(self._context, self._rest)
+        self._workers.append(worker)
+        return worker
+
+    def _rest(self, worker: _Worker) -> None:
+        with self._lock:
+            self._idle.append(worker)
+
+    def _bury(self) -> None:
+        dead = [worker for worker in self._workers if not worker.is_alive]
+        for worker in dead:
+            worker.end(politely=False)
+            self._workers.remove(worker)
+        self._idle = [worker for worker in self._idle if worker not in dead]
+
+
+class _ProcessRun(ClientRun):
+    def __init__(self, worker: _Worker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def kill(self) -> None:
+        self._worker.kill()
+
+
+class _Worker:
+    """One process, the pipe to it, and the thread that reads what it says."""
+
+    def __init__(self, context: Any, rest: Callable[[_Worker], None]) -> None:
+        self._rest = rest
+        self._run: ClientRun | None = None
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=work, args=(theirs,), name="conformance-worker", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._reader = threading.Thread(
+            target=self._read, name="conformance-worker-reader", daemon=True
+        )
+        self._reader.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._process.is_alive())
+
+    def assign(self, task: bytes) -> ClientRun:
+        run = self._run = _ProcessRun(self)
+        self._connection.send_bytes(task)
+        return run
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(_SECONDS_TO_EXIT)
+
+    def end(self, *, politely: bool) -> None:
+        if politely and self.is_alive:
+            self._connection.send_bytes(b"")
+            self._process.join(_SECONDS_TO_EXIT)
+        self.kill()
+        self._reader.join(_SECONDS_TO_EXIT)
+        self._connection.close()
+        self._process.close()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                kind, value = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                break
+            self._hear(kind, value)
+        if self._run is not None:
+            self._take_run().finish(None, ChildProcessError("the client's process has died"))
+
+    def _hear(self, kind: str, value: Any) -> None:
+        if kind == "report":
+            assert self._run is not None
+            return self._run.deliver(value)
+        run = self._take_run()
+        self._rest(self)
+        if kind == "returned":
+            run.finish(value)
+        else:
+            run.finish(None, _rebuilt(*value))
+
+    def _take_run(self) -> ClientRun:
+        """The run, which is not ours any more: the traceback of its error holds whatever the check held."""
+        run, self._run = self._run, None
+        assert run is not None
+        return run
+
+
+def _rebuilt(data: bytes, text: str) -> BaseException:
+    try:
+        error: BaseException = pickle.loads(data)
+    except Exception as reason:  # a class may do anything while it is rebuilt
+        error = RuntimeError(f"a client raised what cannot be rebuilt here ({reason})")
+    error.__cause__ = RemoteTraceback(text)
+    return error
+
+
+def work(connection: Connection) -> None:
+    """The worker's main loop: run what comes, until nothing more does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    while task := _next(connection):
+        connection.send_bytes(_perform(connection, task))
+
+
+def _next(connection: Connection) -> bytes:
+    try:
+        return connection.recv_bytes()
+    except EOFError:  # the parent has gone
+        return b""
+
+
+def _perform(connection: Connection, task: bytes) -> bytes:
+    def deliver(value: object) -> None:
+        connection.send_bytes(pickle.dumps(("report", value)))
+
+    try:
+        return pickle.dumps(("returned", run_reporting(deliver, *pickle.loads(task))))
+    except BaseException as error:  # whatever it is, the check raises it
+        text = "".join(traceback.format_exception(error))
+        return pickle.dumps(("raised", (_pickled(error), text)))
+
+
+def _pickled(error: BaseException) -> bytes:
+    try:
+        return pickle.dumps(error)
+    except Exception as reason:  # a class may do anything while it is pickled
+        return pickle.dumps(RuntimeError(f"{error!r} (cannot be pickled: {reason})"))

@@ -1,0 +1,151 @@
+"""Start real jobs in process groups of their own, wait with a deadline, and leave nothing running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = ROOT / "tests" / "mesh_ranks.py"
+RESULTS_VARIABLE = "MESHINFER_TEST_RESULTS"
+JOB_SECONDS = 50.0
+"""For a whole job; most of it is importing torch in each rank, on cores that others use too."""
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command left."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    results: dict[str, Any]
+    """What its ranks reported, by label."""
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+class Job:
+    """One running command and whatever it starts."""
+
+    def __init__(self, command: Sequence[str], folder: Path, variables: dict[str, str]) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self._began = time.monotonic()
+        with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=ROOT,
+                env=_environment(folder, variables),
+                start_new_session=True,
+            )
+
+    def end(self, timeout: float = JOB_SECONDS) -> Ended:
+        """Wait for it; raises :class:`TimeoutError` with what it has written so far."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"still running after {timeout} s: {self._ended(-1)}") from error
+        return self._ended(code)
+
+    def kill(self) -> None:
+        """End the command and all that it started, torchrun's ranks (sessions of their own) included."""
+        try:
+            members = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            members = []
+        for send, target in [(os.killpg, self.process.pid), *((os.kill, m.pid) for m in members)]:
+            try:
+                send(target, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+    def _ended(self, code: int) -> Ended:
+        return Ended(
+            code=code,
+            stdout=(self.folder / "stdout").read_text(),
+            stderr=(self.folder / "stderr").read_text(),
+            seconds=time.monotonic() - self._began,
+            results={p.stem: json.loads(p.read_text()) for p in self.folder.glob("*.json")},
+        )
+
+
+@contextmanager
+def running(folder: Path, *commands: Sequence[str], **variables: str) -> Iterator[list[Job]]:
+    """Start commands at the same moment; all are gone afterwards."""
+    with ExitStack() as stack:
+        jobs = []
+        for number, command in enumerate(commands):
+            jobs.append(Job(command, folder / f"job{number}", variables))
+            stack.callback(jobs[-1].kill)
+        yield jobs
+
+
+def run(folder: Path, command: Sequence[str], **variables: str) -> Ended:
+    """Start one command and wait for its end."""
+    with running(folder, command, **variables) as (job,):
+        return job.end()
+
+
+def torchrun(ranks: int, *script: str, flags: Sequence[str] = ("--standalone",)) -> list[str]:
+    """The command that a user would type."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    return [*launcher, *flags, *(script if script[0].endswith(".py") else (str(RANKS), *script))]
+
+
+def plain(*arguments: str) -> list[str]:
+    """One process without a launcher."""
+    return [sys.executable, str(RANKS), *arguments]
+
+
+def unused_port() -> int:
+    """A port that nothing listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def report(label: str, **values: Any) -> None:
+    """In a rank: leave ``values`` for :attr:`Ended.results`."""
+    folder = Path(os.environ[RESULTS_VARIABLE])
+    unfinished = folder / f"{label}.{os.getpid()}"
+    unfinished.write_text(json.dumps(values))
+    unfinished.rename(folder / f"{label}.json")
+
+
+def _environment(folder: Path, variables: dict[str, str]) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_LAUNCHER_VARIABLES)
+    }
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        # torch looks up the name of each address that it connects to; a name server that drops one
+        # question in a hundred must not decide how long a test takes.
+        "RES_OPTIONS": "timeout:1 attempts:1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        RESULTS_VARIABLE: str(folder),
+        **variables,
+    }
