@@ -1,4 +1,5 @@
-"""One rank serves a policy, the others step CartPole.  torchrun --nproc-per-node 4 examples/serve_cartpole.py"""
+"""One rank serves a policy, the others step CartPole:
+torchrun --nproc-per-node 4 examples/serve_cartpole.py"""
 
 import argparse
 import time
@@ -10,20 +11,15 @@ from tensordict import TensorDict
 import meshinfer
 
 
-class Policy(torch.nn.Module):
+class Policy(torch.nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.logits = torch.nn.Sequential(
-            torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2)
-        )
+        super().__init__(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.logits(observation).argmax(-1)
+        return super().forward(observation).argmax(-1)
 
 
-def step_environments(
-    policy: meshinfer.InferenceClient, num_envs: int, steps: int, seed: int
-) -> str:
+def step(policy: meshinfer.InferenceClient, num_envs: int, steps: int, seed: int) -> str:
     envs = gym.make_vec("CartPole-v1", num_envs=num_envs)
     observation, _ = envs.reset(seed=seed)
     began, episodes = time.perf_counter(), 0
@@ -33,36 +29,30 @@ def step_environments(
         observation, _, terminated, truncated, _ = envs.step(reply["action"].numpy())
         episodes += int((terminated | truncated).sum())
     envs.close()
-    rate = steps * num_envs / (time.perf_counter() - began)
-    version = int(reply["policy_version"][0])
-    return f"{steps * num_envs} steps, {episodes} episodes, {rate:.0f} steps/s, policy version {version}"
+    total, version = steps * num_envs, int(reply["policy_version"][0])
+    rate = total / (time.perf_counter() - began)
+    return f"{total} steps, {episodes} episodes, {rate:.0f} steps/s, policy version {version}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--envs", type=int, default=8, help="environments that each rank steps at once"
-    )
+    parser.add_argument("--envs", type=int, default=8, help="environments in each env rank")
     parser.add_argument("--steps", type=int, default=1000, help="steps of each environment")
     args = parser.parse_args()
 
-    mesh = meshinfer.init_mesh()  # rank 0 is the "server" group, all other ranks are "env"
-    request_spec = TensorDict({"observation": torch.zeros(args.envs, 4)}, [args.envs])
-    response_spec = TensorDict({"action": torch.zeros(args.envs, dtype=torch.int64)}, [args.envs])
-    transport = mesh.transport(request_spec, response_spec)
+    mesh = meshinfer.init_mesh()  # rank 0 is the group "server", all other ranks are "env"
+    request = TensorDict({"observation": torch.zeros(args.envs, 4)}, [args.envs])
+    response = TensorDict({"action": torch.zeros(args.envs, dtype=torch.int64)}, [args.envs])
+    transport = mesh.transport(request, response)
     if mesh.role == "server":
         keys = {"in_keys": ["observation"], "out_keys": ["action"]}
         with meshinfer.InferenceServer(Policy(), transport, **keys) as server:
             server.serve()  # until every env rank has come and left
             stats = server.stats()
-        print(
-            f"rank 0 served {stats.requests} requests in {stats.batches} batches, sizes {stats.batch_sizes}"
-        )
+        print(f"rank 0 served {stats.requests} requests in batches of {stats.batch_sizes}")
     else:
         with transport.client() as policy:
-            print(
-                f"rank {mesh.rank}: {step_environments(policy, args.envs, args.steps, seed=mesh.rank)}"
-            )
+            print(f"rank {mesh.rank}: {step(policy, args.envs, args.steps, seed=mesh.rank)}")
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ class RowBlock:
     """Staging for up to ``capacity`` rows of one layout, reused from batch to batch.
 
     The views of its first ``n`` rows are made once for each ``n``, so that a batch costs no view
-    operations. Gathering whole rows and viewing the leaves was measured against one gather for each
-    leaf: the same for one leaf, five times faster for eight.
+    operations. Whole rows are gathered, and their leaves viewed: measured with 16 requests, as fast
+    as a gather for each leaf where there is one leaf, three times faster where there are eight.
 
     Args:
         layout: of each row.
@@ -52,7 +52,13 @@ class RowBlock:
     def __init__(self, layout: PayloadLayout, capacity: int) -> None:
         self.layout = layout
         self.capacity = capacity
-        self._rows = layout.new_rows(capacity)
+        try:
+            self._rows = layout.new_rows(capacity)
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(
+                f"staging for {capacity} {layout.name} rows of {layout.row_bytes} bytes does not "
+                "fit into memory; lower max_batch_size"
+            ) from error
         self.rows = [Row(row) for row in self._rows.unbind(0)]
         self._first: dict[int, tuple[Tensor, RowViews]] = {}
 

@@ -16,6 +16,10 @@ import psutil
 import pytest
 from support import wait_until
 
+# torch looks up the name of every address that it connects to. A resolver that answers seldom, as in
+# many containers, would hold each up for seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 SHARED_MEMORY = Path("/dev/shm")
 SECONDS_TO_SETTLE = 5.0
 

@@ -32,6 +32,7 @@ import meshinfer
 from meshinfer.errors import RefusedError, ServerClosedError
 from meshinfer.inference.distributed.pair import CLIENT, SERVER, AddressExchange, GlooDevice, Pair
 from meshinfer.layout import PayloadLayout
+from meshinfer.rendezvous import bounded
 
 __all__ = ["JOIN_QUEUE", "Hello", "Identity", "Joining", "answer_queue", "open_sealed", "seal"]
 
@@ -270,8 +271,8 @@ class Joining:
         left = self.remaining()
         self.store.set_timeout(timedelta(seconds=left))
         try:
-            return self.store.queue_pop(queue)
-        except (DistError, RuntimeError) as error:
+            return bounded(lambda: self.store.queue_pop(queue), left)
+        except (DistError, RuntimeError, TimeoutError) as error:
             raise TimeoutError(
                 f"waited {left:.1f} s for {awaited}; the last word was: {error}"
             ) from error

@@ -249,7 +249,8 @@ class DistributedTransport:
     def resolve(self, callback: Request, result: TensorDictBase) -> None:
         """Send ``result`` (the ``batch_size`` of the response spec) to the client behind ``callback``."""
         frame = callback.session.reply_frame()
-        self.response_layout.pack(result, frame.views)
+        rows = result.reshape(-1) if result.batch_dims else result.unsqueeze(0)
+        self.response_layout.pack_rows(rows, frame.block_views, 1)
         version = _version_of(result, self._server().policy_version_key)
         callback.session.reply(callback.identifier, frame, version)
 
