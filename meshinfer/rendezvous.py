@@ -201,7 +201,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(1024)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError) as error:
         listener.close()
         raise MeshError(
             f"cannot listen on {host}:{port} at {socket.gethostname()}: {error}; "

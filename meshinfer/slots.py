@@ -89,9 +89,8 @@ def read_rows(layout: PayloadLayout, views: RowViews, block: Tensor) -> TensorDi
     The policy gets the views that we keep, so what it did to the last ones in place is undone first:
     ``requires_grad_()`` would forbid our next write, ``squeeze_()`` would change the next batch.
     """
-    lead = torch.Size((block.shape[0], *layout.batch_size))
-    for tensor, leaf in zip(views.tensors, layout.leaves, strict=True):
-        if tensor.requires_grad or tensor.shape != lead + leaf.shape:
+    for tensor, shape in zip(views.tensors, views.shapes, strict=True):
+        if tensor.requires_grad or tensor.shape != shape:
             views.tensors[:] = layout.views(block).tensors
             break
     return layout.unpack_rows(views)

@@ -100,10 +100,10 @@ def test_a_stopped_server_is_noticed_at_the_deadline_and_serves_on_afterwards() 
         outcome = with_deadline.outcome(10.0)
         assert isinstance(outcome.error, TimeoutError)
         assert outcome.seconds < 3.0
-        outcome = without.outcome(20.0)
+        outcome = without.outcome(40.0)
         assert isinstance(outcome.error, PeerLostError)
         assert "not answer" in str(outcome.error)
-        assert outcome.seconds < 13.0
+        assert outcome.seconds < 25.0  # its timeout, and as long again as asking may take
         server.signal(signal.SIGCONT)
         with_deadline.call(query, 2, timeout=SECONDS)
         without.call(query, 3, timeout=SECONDS)

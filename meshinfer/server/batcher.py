@@ -240,10 +240,10 @@ class Batcher:
     def _serve(self, requests: list[Any]) -> None:
         if not requests:
             return
-        first = requests[0].interaction
-        if all(request.interaction == first for request in requests):
+        kinds = {request.interaction for request in requests}
+        if len(kinds) == 1:
             return self._serve_alike(requests)
-        for kind in sorted({request.interaction for request in requests}):
+        for kind in sorted(kinds):
             self._serve_alike([request for request in requests if request.interaction == kind])
 
     def _serve_alike(self, requests: list[Any]) -> None:

@@ -186,12 +186,12 @@ class DistributedClient:
             if connection is not None:
                 if not connection.ended:
                     return connection  # another thread was first
-                timeout = min(timeout, self._check_may_return(connection))
                 connection.close(_GOODBYE_SECONDS)
-            deadline = time.monotonic() + timeout
-            self._connection = connection = self._join(deadline, timeout)
-            self._holder[:] = [connection]
-            return connection
+                self._connection = self._rejoin(connection, timeout)
+            else:
+                self._connection = self._join(timeout)
+            self._holder[:] = [self._connection]
+            return self._connection
 
     def _forsake_forked(self) -> None:
         if self._pid != os.getpid():
@@ -204,15 +204,19 @@ class DistributedClient:
             self._finalizer.detach()
             self._finalizer = weakref.finalize(self, _leave, self._holder, self._pid)
 
-    def _check_may_return(self, ended: Connection) -> float:
-        """Seconds to look for a lost server again; raises where nothing can come of it."""
+    def _rejoin(self, ended: Connection, timeout: float) -> Connection:
+        """Look for the server again, briefly; raises at once where nothing can come of it."""
         if ended.replaced or (
             isinstance(ended.error, ServerClosedError) and not self._locator.moves
         ):
             raise ended.error
-        return _RETURN_SECONDS
+        try:
+            return self._join(min(timeout, _RETURN_SECONDS))
+        except TimeoutError as error:
+            raise PeerLostError(f"{ended.error}; looked for it again: {error}") from error
 
-    def _join(self, deadline: float, timeout: float) -> Connection:
+    def _join(self, timeout: float) -> Connection:
+        deadline = time.monotonic() + timeout
         address, store = self._reach(deadline)
         hello = Hello.of(self._identity, self._request_layout, self._response_layout)
         joining = Joining(

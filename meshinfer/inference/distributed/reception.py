@@ -37,7 +37,6 @@ _JOIN_SECONDS = 30.0
 _GOODBYE_SECONDS = 2.0
 _ABORT_SECONDS = 1.0
 _LONGEST_HELLO = 1 << 18
-_KEPT_CONNECTIONS = 4
 
 
 class Reception:
@@ -74,12 +73,14 @@ class Reception:
         self.address = ServerAddress(self._store.host, self._store.port, secret)
         self.device: GlooDevice | None = GlooDevice.at(host, SERVER)
         self._join_timeout = join_timeout
+        # Made here, since a store that closes meanwhile would leave whoever connects retrying for long.
+        self._connections: list[TCPStore] = [self._store.connect(join_timeout)]
+        self._hellos_come_from = self._store.connect(join_timeout)
         self._work = threading.Event()
         self._changed = threading.Condition()
         self._sessions: dict[Identity, Session] = {}
         self._joining: set[Session] = set()
         self._leaving: list[Session] = []
-        self._connections: list[TCPStore] = []
         self._expected = frozenset(expected_ranks)
         self._seen: set[int] = set()
         self._joins = 0
@@ -201,7 +202,7 @@ class Reception:
     # The listener's thread.
 
     def _listen(self) -> None:
-        store = self._store.connect(self._join_timeout)
+        store = self._hellos_come_from
         store.set_timeout(_FOREVER)
         while not self._closing:
             try:
@@ -261,7 +262,7 @@ class Reception:
 
     def _keep(self, joining: Joining) -> None:
         """The join is over, and well: its connection may serve another, since making one can be slow."""
-        if len(self._connections) < _KEPT_CONNECTIONS:
+        if not self._connections:
             self._connections.append(joining.store)
 
     def _note_absent(self, hello: Hello) -> None:
