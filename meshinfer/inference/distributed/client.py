@@ -282,7 +282,7 @@ class DistributedClient:
             )
             Joining(store, address.secret, hello.nonce, CLIENT, _GOODBYE_SECONDS).announce(hello)
         except (TransportError, TimeoutError, ValueError) as error:
-            logger.debug("%s left without telling the server: %s", self._identity, error)
+            logger.debug("%s left without telling the server: %s", self._identity, str(error))
 
 
 def _probe(address: ServerAddress) -> None:

@@ -181,7 +181,7 @@ class Connection:
             if len(self._consumed) >= self._enough_consumed:
                 self._post_consumed(pair)
         except RuntimeError as error:
-            logger.debug("a request did not leave: %s", error)
+            logger.debug("a request did not leave: %s", str(error))
 
     def _say_goodbye(self) -> None:
         pair = self._pair
@@ -192,7 +192,7 @@ class Connection:
         try:
             self._goodbye = frame, pair.send(frame.message)  # kept until it has left
         except RuntimeError as error:
-            logger.debug("no goodbye to the server: %s", error)
+            logger.debug("no goodbye to the server: %s", str(error))
 
     def _abort(self) -> None:
         pair = self._pair

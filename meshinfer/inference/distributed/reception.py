@@ -75,7 +75,7 @@ class Reception:
         self._join_timeout = join_timeout
         # Made here, since a store that closes meanwhile would leave whoever connects retrying for long.
         self._connections: list[TCPStore] = [self._store.connect(join_timeout)]
-        self._hellos_come_from = self._store.connect(join_timeout)
+        hellos = self._store.connect(join_timeout)
         self._work = threading.Event()
         self._changed = threading.Condition()
         self._sessions: dict[Identity, Session] = {}
@@ -88,7 +88,7 @@ class Reception:
         self._closing = False
         self._closed = threading.Event()
         self._listener = threading.Thread(
-            target=self._listen, name="meshinfer-listener", daemon=True
+            target=self._listen, args=(hellos,), name="meshinfer-listener", daemon=True
         )
         self._listener.start()
 
@@ -201,15 +201,16 @@ class Reception:
 
     # The listener's thread.
 
-    def _listen(self) -> None:
-        store = self._hellos_come_from
+    def _listen(self, store: TCPStore) -> None:
         store.set_timeout(_FOREVER)
         while not self._closing:
             try:
                 data = store.queue_pop(JOIN_QUEUE)
             except (DistError, RuntimeError) as error:
                 if not self._closing:
-                    logger.error("the private store failed, no further client can join: %s", error)
+                    logger.error(
+                        "the private store failed, no further client can join: %s", str(error)
+                    )
                 return
             if data != _STOP:
                 self._receive_hello(data)
@@ -219,7 +220,8 @@ class Reception:
         try:
             self._consider(data)
         except Exception as error:
-            logger.warning("something in the private store is no hello: %s", error)
+            # Its text, here and elsewhere: a log that keeps the error would keep our frames and sockets.
+            logger.warning("something in the private store is no hello: %s", str(error))
 
     def _consider(self, data: bytes) -> None:
         if len(data) > _LONGEST_HELLO:

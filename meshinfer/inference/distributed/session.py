@@ -158,7 +158,7 @@ class Session:
             if following is not None:
                 held.append(pair.send([following], TAG_ERROR))
         except RuntimeError as error:  # the session's own thread notices too, and ends it
-            logger.debug("no reply to %s: %s", self.hello, error)
+            logger.debug("no reply to %s: %s", self.hello, str(error))
 
     def _run(self) -> None:
         try:

@@ -354,7 +354,7 @@ def _close(reception: Reception | None, published: tuple[Directory, str] | None,
         try:
             directory.withdraw(name, timeout=_GOODBYE_SECONDS)
         except (TransportError, TimeoutError, ValueError, RuntimeError) as error:
-            logger.debug("%s stays in the directory, which has gone first: %s", name, error)
+            logger.debug("%s stays in the directory, which has gone first: %s", name, str(error))
 
 
 def _locator(
