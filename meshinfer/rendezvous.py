@@ -210,7 +210,9 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def connect_store(host: str, port: int, timeout: float, *, awaited: str) -> TCPStore:
+def connect_store(
+    host: str, port: int, timeout: float, *, awaited: str, patience: float | None = None
+) -> TCPStore:
     """A client connection to the store at ``host:port``, retried while nothing listens there.
 
     torch looks the name of the address up while it connects: a name server that is silent costs seconds.
@@ -218,6 +220,7 @@ def connect_store(host: str, port: int, timeout: float, *, awaited: str) -> TCPS
     Args:
         timeout: seconds for all of it.
         awaited: what is expected there, for the error.
+        patience: seconds to wait for something to listen, if fewer.
 
     Raises:
         TimeoutError: names ``host:port``, what was awaited and the last reason.
@@ -228,7 +231,8 @@ def connect_store(host: str, port: int, timeout: float, *, awaited: str) -> TCPS
         raise MeshError(
             f"{awaited} cannot be reached at {host}, which is every interface: give an address of its host"
         )
-    _knock(numeric, port, deadline, f"{awaited} at {host}:{port}", timeout)
+    patience = timeout if patience is None else min(patience, timeout)
+    _knock(numeric, port, time.monotonic() + patience, f"{awaited} at {host}:{port}", patience)
     left = max(deadline - time.monotonic(), 0.01)
     return _connect(numeric, host, port, left, timeout, awaited)
 

@@ -243,13 +243,13 @@ class DistributedClient:
         while True:
             address = self._locator.find(max(deadline - time.monotonic(), 0.01))
             left = max(deadline - time.monotonic(), 0.01)
-            patience = min(left, _LOOK_AGAIN_SECONDS) if self._locator.moves else left
+            patience = _LOOK_AGAIN_SECONDS if self._locator.moves else left
             try:
                 return address, connect_store(
-                    address.host, address.port, patience, awaited="the policy server"
+                    address.host, address.port, left, awaited="the policy server", patience=patience
                 )
             except TimeoutError:
-                if patience == left:
+                if time.monotonic() + patience >= deadline:
                     raise
 
     def _prove(self, pair: Pair, joining: Joining, server_nonce: str) -> None:
