@@ -43,8 +43,9 @@ def test_a_client_may_end_in_any_way_right_after_its_last_reply(tmp_path: Path) 
     sources["waiting_thread"] = f"""
         client = new_client(listen())
         ask(client, 1)
-        threading.Thread(target=client, args=(request({HELD}),), daemon=True).start()
-        while not client.in_flight:
+        waiting = threading.Thread(target=client, args=(request({HELD}),), daemon=True)
+        waiting.start()
+        while waiting.is_alive() and not client.in_flight:
             time.sleep(0.001)
         """
     sources["last_request"] = """
