@@ -19,13 +19,14 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import prod
 from typing import Any, Final, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
+
+from meshinfer.specs import check_keys, example_of, short_key, walk
 
 __all__ = ["ALIGNMENT", "Leaf", "PayloadLayout", "RowViews"]
 
@@ -125,7 +126,7 @@ class PayloadLayout:
         end = max(leaf.offset + leaf.nbytes for leaf in self.leaves)
         derive(self, "row_bytes", max(_aligned(end), ALIGNMENT))
         derive(self, "_tree", _tree_of([(leaf.key, i) for i, leaf in enumerate(self.leaves)]))
-        plan = [(_short(x.key), self.batch_size + x.shape, x.dtype) for x in self.leaves]
+        plan = [(short_key(x.key), self.batch_size + x.shape, x.dtype) for x in self.leaves]
         derive(self, "_plan", tuple(plan))
         wire = [self.describe(), [leaf.offset for leaf in self.leaves], self.row_bytes]
         derive(self, "fingerprint", hashlib.sha256(json.dumps(wire).encode()).hexdigest())
@@ -149,20 +150,20 @@ class PayloadLayout:
         """
         if isinstance(spec, PayloadLayout):
             return spec
-        example = _example_of(spec, name)
+        example = example_of(spec, name)
         batch_size = example.batch_size if is_tensor_collection(example) else torch.Size()
         try:
-            tensors = sorted(_walk(example, (), name), key=lambda item: item[0])
+            tensors = sorted(walk(example, (), name), key=lambda item: item[0])
         except RuntimeError as exc:
             raise ValueError(
                 f"{name} spec: expected one shape per leaf, found none: {exc}"
             ) from exc
-        _check_keys([key for key, _ in tensors], name)
+        check_keys([key for key, _ in tensors], name)
         return cls(name, batch_size, tuple(_place(tensors, len(batch_size), name)))
 
     def describe(self) -> dict[str, Any]:
         """The wire layout in JSON values; keys are ``repr`` texts: ``'a.b'`` or ``('a', 'b')``."""
-        leaves = {repr(_short(x.key)): [_word(x.dtype), list(x.shape)] for x in self.leaves}
+        leaves = {repr(short_key(x.key)): [_word(x.dtype), list(x.shape)] for x in self.leaves}
         return {
             "batch_size": list(self.batch_size),
             "leaves": leaves,
@@ -391,7 +392,7 @@ class PayloadLayout:
         return type(self), (self.name, self.batch_size, self.leaves)
 
     def __repr__(self) -> str:
-        words = [f"{_short(x.key)!r}: {_word(x.dtype)}{list(x.shape)}" for x in self.leaves]
+        words = [f"{short_key(x.key)!r}: {_word(x.dtype)}{list(x.shape)}" for x in self.leaves]
         size = f"batch_size={list(self.batch_size)}, row_bytes={self.row_bytes}"
         return f"PayloadLayout({self.name}: {{{', '.join(words)}}}, {size})"
 
@@ -443,47 +444,10 @@ def _tree_of(entries: Iterable[tuple[_Key, int]]) -> _Tree:
     )
 
 
-def _example_of(spec: object, name: str) -> Any:
-    if not isinstance(spec, type):
-        if is_tensor_collection(spec) or isinstance(spec, Mapping):
-            return spec
-        zero = getattr(spec, "zero", None)
-        example = zero() if callable(zero) else None
-        if example is not None and is_tensor_collection(example):
-            return example
-    found = spec.__qualname__ if isinstance(spec, type) else type(spec).__qualname__
-    expected = "a TensorDict, a tensorclass, a mapping of keys to tensors or a TorchRL Composite"
-    raise TypeError(f"{name} spec: expected {expected}, found {found}")
-
-
-def _walk(node: Any, prefix: _Key, name: str) -> Iterator[tuple[_Key, Tensor]]:
-    for part, value in node.items():
-        key = prefix + (part if isinstance(part, tuple) else (part,))
-        if part == () or not all(isinstance(word, str) for word in key):
-            raise TypeError(f"{name} spec: expected keys of str or tuples of it, found {part!r}")
-        collection = is_tensor_collection(value) and not is_non_tensor(value)
-        if isinstance(value, Tensor):
-            yield key, value
-        elif collection or isinstance(value, Mapping):
-            yield from _walk(value, key, name)
-        else:
-            found = type(value).__qualname__
-            raise TypeError(f"{name} {_short(key)!r}: expected an example tensor, found {found}")
-
-
-def _check_keys(keys: Sequence[_Key], name: str) -> None:
-    if not keys:
-        raise ValueError(f"{name} spec: expected at least one tensor, found none")
-    for key, after in pairwise(keys):
-        if after[: len(key)] == key:
-            clash = f"{_short(after)!r} beside the tensor {_short(key)!r}"
-            raise ValueError(f"{name} spec: expected one tensor or level per key, found {clash}")
-
-
 def _place(tensors: Iterable[tuple[_Key, Tensor]], batch_dims: int, name: str) -> Iterator[Leaf]:
     offset = 0
     for key, tensor in tensors:
-        label, dtype = f"{name} {_short(key)!r}", tensor.dtype
+        label, dtype = f"{name} {short_key(key)!r}", tensor.dtype
         if tensor.is_nested or tensor.layout is not torch.strided:
             found = "a nested tensor" if tensor.is_nested else f"one of {tensor.layout}"
             raise TypeError(f"{label}: expected a dense tensor, found {found}")
@@ -507,10 +471,6 @@ def _present(payload: TensorDictBase) -> str:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _short(key: _Key) -> str | _Key:
-    return key[0] if len(key) == 1 else key
 
 
 def _word(dtype: torch.dtype) -> str:
