@@ -93,11 +93,6 @@ class Reception:
         self._listener.start()
 
     @property
-    def closing(self) -> bool:
-        """Whether :meth:`close` has begun."""
-        return self._closing
-
-    @property
     def clients(self) -> int:
         """Clients connected now."""
         return len(self._sessions)

@@ -248,11 +248,9 @@ class DistributedTransport:
 
     def resolve(self, callback: Request, result: TensorDictBase) -> None:
         """Send ``result`` (the ``batch_size`` of the response spec) to the client behind ``callback``."""
-        frame = callback.session.reply_frame()
         rows = result.reshape(-1) if result.batch_dims else result.unsqueeze(0)
-        self.response_layout.pack_rows(rows, frame.block_views, 1)
         version = _version_of(result, self._server().policy_version_key)
-        callback.session.reply(callback.identifier, frame, version)
+        self._resolve_single(callback, rows, version)
 
     def resolve_exception(self, callback: Request, exc: BaseException) -> None:
         """Make the client behind ``callback`` raise ``exc``."""
