@@ -43,6 +43,7 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 _CLOSED = "closed"
 _GRACE_SECONDS = 0.5
+_ATTEMPT_SECONDS = 5.0
 
 T = TypeVar("T")
 
@@ -186,8 +187,7 @@ class PrivateStore:
 
     def connect(self, timeout: float) -> TCPStore:
         """A connection of its own: one ``TCPStore`` object serialises its calls, so no two threads share one."""
-        awaited = "the private store of this process"
-        return _connect(self.host, self.host, self.port, timeout, timeout, awaited)
+        return _connect(self.host, self.port, timeout)
 
     def close(self) -> None:
         """Stop listening and drop every connection. Idempotent."""
@@ -232,28 +232,30 @@ def connect_store(
             f"{awaited} cannot be reached at {host}, which is every interface: give an address of its host"
         )
     patience = timeout if patience is None else min(patience, timeout)
-    _knock(numeric, port, time.monotonic() + patience, f"{awaited} at {host}:{port}", patience)
-    left = max(deadline - time.monotonic(), 0.01)
-    return _connect(numeric, host, port, left, timeout, awaited)
+    listening_by = time.monotonic() + patience
+    while True:
+        _knock(numeric, port, listening_by, f"{awaited} at {host}:{port}", patience)
+        try:
+            return _connect(numeric, port, max(deadline - time.monotonic(), 0.01))
+        except (DistError, RuntimeError, TimeoutError) as error:
+            if time.monotonic() < deadline:
+                continue  # what listened has gone since, or is too busy to answer
+            raise TimeoutError(
+                f"{awaited} at {host}:{port} accepted a connection but did not answer within {timeout:g} s; "
+                "is that process stopped, or is something else listening there?"
+            ) from error
 
 
-def _connect(
-    numeric: str, host: str, port: int, left: float, timeout: float, awaited: str
-) -> TCPStore:
-    """Where something is known to listen; ``host`` and ``timeout`` are what the error names."""
+def _connect(numeric: str, port: int, left: float) -> TCPStore:
+    """Where something was listening just now. torch cannot be called back while it connects, so it tries briefly."""
+    attempt = timedelta(seconds=min(left, _ATTEMPT_SECONDS))
 
     def connect() -> TCPStore:
-        return TCPStore(
-            numeric, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=left)
-        )
+        return TCPStore(numeric, port, is_master=False, wait_for_workers=False, timeout=attempt)
 
-    try:
-        return bounded(connect, left)
-    except (DistError, RuntimeError, TimeoutError) as error:
-        raise TimeoutError(
-            f"{awaited} at {host}:{port} accepted a connection but did not answer within {timeout:g} s; "
-            "is that process stopped, or is something else listening there?"
-        ) from error
+    store = bounded(connect, left)
+    store.set_timeout(timedelta(seconds=left))
+    return store
 
 
 def bounded(call: Callable[[], T], timeout: float) -> T:

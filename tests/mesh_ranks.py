@@ -248,7 +248,7 @@ def refusal_of_loopback(mesh: meshinfer.Mesh) -> dict[str, Any]:
     try:
         transport = mesh.transport(REQUEST, RESPONSE, interface="lo", timeout=3.0)
         with transport.client() as client:
-            ask(client, 3)
+            client(TensorDict({"x": torch.tensor(3.0)}), timeout=3.0)
     except (meshinfer.MeshError, meshinfer.TransportError, TimeoutError) as error:
         text = str(error)
     return {"error": text, "seconds": time.monotonic() - began}

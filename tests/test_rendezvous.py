@@ -454,4 +454,4 @@ def test_two_hosts(tmp_path: Path) -> None:
     assert "loopback" in server["loopback"]["error"]
     assert INTERFACE_VARIABLE in server["loopback"]["error"]
     assert client["loopback"]["error"]
-    assert client["loopback"]["seconds"] < 6
+    assert client["loopback"]["seconds"] < 15, "it was given 3 s, and a busy machine"
