@@ -1,96 +1,88 @@
-"""Rows of requests and replies, side by side, so that a whole batch moves in one call."""
+"""Slots: a place for one request, or one reply, of each client, side by side in one block of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Final
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from meshinfer.layout import PayloadLayout, RowViews
+from meshinfer.rows import Row
 
-__all__ = ["Row", "RowBlock", "copy_row", "read_rows"]
+__all__ = ["HEADER_BYTES", "Slot", "SlotBank"]
 
-_SMALL_ROW = 1 << 14
-
-
-class Row:
-    """One packed payload: the same bytes as a tensor and as a buffer."""
-
-    __slots__ = ("octets", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.octets = memoryview(tensor.numpy().data).cast("B")
+HEADER_BYTES: Final = 64
+"""A cache line: who writes one slot's header does not slow down who reads the next one's."""
 
 
-def copy_row(source: Row, target: Row) -> None:
-    """Copy a row into another of the same layout.
+class Slot:
+    """One header and one row of a :class:`SlotBank`, in every form in which they are used.
 
-    A small one without torch, whose every call lets go of the interpreter lock: under load, each time, to a thread that
-    has received a request. A large one with it, so that others run meanwhile.
+    Attributes:
+        header: eight int64.
+        floats: the same bytes as eight float64.
+        row: the packed payload.
+        views: of the row's leaves, for one payload.
+        block: the row as a block of one, uint8 ``[1, row_bytes]``.
+        block_views: of the block, for a batch of one.
     """
-    if len(source.octets) <= _SMALL_ROW:
-        target.octets[:] = source.octets
-    else:
-        target.tensor.copy_(source.tensor)
+
+    __slots__ = ("block", "block_views", "floats", "header", "row", "views")
+
+    def __init__(self, layout: PayloadLayout, frame: Tensor) -> None:
+        octets = memoryview(frame[:HEADER_BYTES].numpy().data).cast("B")
+        self.header = octets.cast("q")
+        self.floats = octets.cast("d")
+        self.row = Row(frame[HEADER_BYTES : HEADER_BYTES + layout.row_bytes])
+        self.views: RowViews = layout.views(self.row.tensor)
+        self.block = self.row.tensor.unsqueeze(0)
+        self.block_views: RowViews = layout.views(self.block)
 
 
-class RowBlock:
-    """Staging for up to ``capacity`` rows of one layout, reused from batch to batch.
-
-    The views of its first ``n`` rows are made once for each ``n``, so that a batch costs no view
-    operations. Whole rows are gathered, and their leaves viewed: measured with 16 requests, as fast
-    as a gather for each leaf where there is one leaf, three times faster where there are eight.
+class SlotBank:
+    """A frame for each slot, all of one layout: private memory, or memory that other processes see too.
 
     Args:
         layout: of each row.
-        capacity: the largest number of rows.
+        num_slots: number of frames.
+        memory: uint8 ``[nbytes(layout, num_slots)]`` at a multiple of 64 bytes; zeroed private memory by default.
+        min_row_bytes: room for a row, where something larger than a payload must fit.
     """
 
-    def __init__(self, layout: PayloadLayout, capacity: int) -> None:
+    def __init__(
+        self,
+        layout: PayloadLayout,
+        num_slots: int,
+        memory: Tensor | None = None,
+        *,
+        min_row_bytes: int = 0,
+    ) -> None:
         self.layout = layout
-        self.capacity = capacity
-        try:
-            self._rows = layout.new_rows(capacity)
-        except (RuntimeError, MemoryError) as error:
-            raise ValueError(
-                f"staging for {capacity} {layout.name} rows of {layout.row_bytes} bytes does not "
-                "fit into memory; lower max_batch_size"
-            ) from error
-        self.rows = [Row(row) for row in self._rows.unbind(0)]
-        self._first: dict[int, tuple[Tensor, RowViews]] = {}
+        self.num_slots = num_slots
+        stride = _stride(layout, min_row_bytes)
+        if memory is None:
+            memory = torch.zeros(num_slots * stride, dtype=torch.uint8, device="cpu")
+        self._frames = memory.view(num_slots, stride)
+        self._slots: list[Slot | None] = [None] * num_slots
 
-    def gather(self, rows: Sequence[Tensor]) -> TensorDictBase:
-        """Copy ``rows`` (each uint8[row_bytes]) into the first rows here; the payloads as one batch.
+    @staticmethod
+    def nbytes(layout: PayloadLayout, num_slots: int, *, min_row_bytes: int = 0) -> int:
+        """Bytes of ``memory`` for such a bank."""
+        return num_slots * _stride(layout, min_row_bytes)
 
-        The TensorDict is a view: it is valid until the next call.
-        """
-        block, views = self._views(len(rows))
-        torch.stack(list(rows), out=block)
-        return read_rows(self.layout, views, block)
-
-    def pack(self, results: TensorDictBase, count: int) -> None:
-        """Write ``count`` payloads into the first rows; errors as in ``PayloadLayout.pack_rows``."""
-        self.layout.pack_rows(results, self._views(count)[1], count)
-
-    def _views(self, count: int) -> tuple[Tensor, RowViews]:
-        found = self._first.get(count)
+    def __getitem__(self, index: int) -> Slot:
+        """The slot, made when it is first used: a client needs one of many."""
+        found = self._slots[index]
         if found is None:
-            block = self._rows[:count]
-            found = self._first[count] = block, self.layout.views(block)
+            found = self._slots[index] = Slot(self.layout, self._frames[index])
         return found
 
+    def octets(self, index: int) -> memoryview:
+        """All room for a row in one slot, for what is no payload."""
+        return memoryview(self._frames[index, HEADER_BYTES:].numpy().data).cast("B")
 
-def read_rows(layout: PayloadLayout, views: RowViews, block: Tensor) -> TensorDictBase:
-    """The payloads in ``block`` as a policy's input, which shares its memory.
 
-    The policy gets the views that we keep, so what it did to the last ones in place is undone first:
-    ``requires_grad_()`` would forbid our next write, ``squeeze_()`` would change the next batch.
-    """
-    for tensor, shape in zip(views.tensors, views.shapes, strict=True):
-        if tensor.requires_grad or tensor.shape != shape:
-            views.tensors[:] = layout.views(block).tensors
-            break
-    return layout.unpack_rows(views)
+def _stride(layout: PayloadLayout, min_row_bytes: int) -> int:
+    room = HEADER_BYTES + max(layout.row_bytes, min_row_bytes)
+    return -(-room // HEADER_BYTES) * HEADER_BYTES

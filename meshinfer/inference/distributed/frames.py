@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshinfer.layout import PayloadLayout
-from meshinfer.slots import Row
+from meshinfer.rows import Row
 
 __all__ = ["HEADER_BYTES", "TAG_ERROR", "TAG_FRAME", "Field", "Frame", "Kind"]
 

@@ -25,7 +25,7 @@ from meshinfer.inference.remote_errors import encode_exception
 from meshinfer.inference.version import stamp_version
 from meshinfer.layout import PayloadLayout
 from meshinfer.rendezvous import SECRET_VARIABLE, Directory, ServerAddress, choose_address, resolve
-from meshinfer.slots import RowBlock, copy_row, read_rows
+from meshinfer.rows import RowBlock, copy_row, read_rows
 
 __all__ = ["DistributedTransport"]
 

@@ -1,0 +1,96 @@
+"""Rows of requests and replies, side by side, so that a whole batch moves in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from meshinfer.layout import PayloadLayout, RowViews
+
+__all__ = ["Row", "RowBlock", "copy_row", "read_rows"]
+
+_SMALL_ROW = 1 << 14
+
+
+class Row:
+    """One packed payload: the same bytes as a tensor and as a buffer."""
+
+    __slots__ = ("octets", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.octets = memoryview(tensor.numpy().data).cast("B")
+
+
+def copy_row(source: Row, target: Row) -> None:
+    """Copy a row into another of the same layout.
+
+    A small one without torch, whose every call lets go of the interpreter lock: under load, each time, to a thread that
+    has received a request. A large one with it, so that others run meanwhile.
+    """
+    if len(source.octets) <= _SMALL_ROW:
+        target.octets[:] = source.octets
+    else:
+        target.tensor.copy_(source.tensor)
+
+
+class RowBlock:
+    """Staging for up to ``capacity`` rows of one layout, reused from batch to batch.
+
+    The views of its first ``n`` rows are made once for each ``n``, so that a batch costs no view
+    operations. Whole rows are gathered, and their leaves viewed: measured with 16 requests, as fast
+    as a gather for each leaf where there is one leaf, three times faster where there are eight.
+
+    Args:
+        layout: of each row.
+        capacity: the largest number of rows.
+    """
+
+    def __init__(self, layout: PayloadLayout, capacity: int) -> None:
+        self.layout = layout
+        self.capacity = capacity
+        try:
+            self._rows = layout.new_rows(capacity)
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(
+                f"staging for {capacity} {layout.name} rows of {layout.row_bytes} bytes does not "
+                "fit into memory; lower max_batch_size"
+            ) from error
+        self.rows = [Row(row) for row in self._rows.unbind(0)]
+        self._first: dict[int, tuple[Tensor, RowViews]] = {}
+
+    def gather(self, rows: Sequence[Tensor]) -> TensorDictBase:
+        """Copy ``rows`` (each uint8[row_bytes]) into the first rows here; the payloads as one batch.
+
+        The TensorDict is a view: it is valid until the next call.
+        """
+        block, views = self._views(len(rows))
+        torch.stack(list(rows), out=block)
+        return read_rows(self.layout, views, block)
+
+    def pack(self, results: TensorDictBase, count: int) -> None:
+        """Write ``count`` payloads into the first rows; errors as in ``PayloadLayout.pack_rows``."""
+        self.layout.pack_rows(results, self._views(count)[1], count)
+
+    def _views(self, count: int) -> tuple[Tensor, RowViews]:
+        found = self._first.get(count)
+        if found is None:
+            block = self._rows[:count]
+            found = self._first[count] = block, self.layout.views(block)
+        return found
+
+
+def read_rows(layout: PayloadLayout, views: RowViews, block: Tensor) -> TensorDictBase:
+    """The payloads in ``block`` as a policy's input, which shares its memory.
+
+    The policy gets the views that we keep, so what it did to the last ones in place is undone first:
+    ``requires_grad_()`` would forbid our next write, ``squeeze_()`` would change the next batch.
+    """
+    for tensor, shape in zip(views.tensors, views.shapes, strict=True):
+        if tensor.requires_grad or tensor.shape != shape:
+            views.tensors[:] = layout.views(block).tensors
+            break
+    return layout.unpack_rows(views)
