@@ -273,6 +273,10 @@ class PayloadLayout:
             tensors = _normal_clones(views.tensors)
         else:
             tensors = [t.clone() for t in views.tensors]
+        return self.assemble(tensors)
+
+    def assemble(self, tensors: Sequence[Tensor]) -> TensorDict:
+        """A payload of ``tensors``, one for each leaf in the layout's order; they are not checked."""
         return _nest(self._tree, tensors, self.batch_size)
 
     def reader(
@@ -336,6 +340,13 @@ class PayloadLayout:
         sources = [self._leaf(results, *planned, None) for planned in plan]
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source.reshape(target.shape) if self.batch_size else source)
+
+    def select_rows(self, results: TensorDictBase, n: int) -> TensorDict:
+        """The declared leaves of one batch, checked as by :meth:`pack_rows`, ``[n * prod(batch_size)]``; no copy."""
+        if type(results) is not TensorDict:
+            self._check_collection(results)
+        size, plan = self._flat(n)
+        return _nest(self._tree, [self._leaf(results, *planned, None) for planned in plan], size)
 
     def _rows(self, views: RowViews, n: int | None) -> int:
         if views.num_rows is None:

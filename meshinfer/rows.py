@@ -62,13 +62,17 @@ class RowBlock:
         self.rows = [Row(row) for row in self._rows.unbind(0)]
         self._first: dict[int, tuple[Tensor, RowViews]] = {}
 
-    def gather(self, rows: Sequence[Tensor]) -> TensorDictBase:
-        """Copy ``rows`` (each uint8[row_bytes]) into the first rows here; the payloads as one batch.
+    def gather(self, rows: Sequence[Row]) -> TensorDictBase:
+        """Copy ``rows`` into the first rows here; the payloads as one batch.
 
         The TensorDict is a view: it is valid until the next call.
         """
         block, views = self._views(len(rows))
-        torch.stack(list(rows), out=block)
+        if self.layout.row_bytes <= _SMALL_ROW:
+            for row, target in zip(rows, self.rows, strict=False):
+                target.octets[:] = row.octets
+        else:
+            torch.stack([row.tensor for row in rows], out=block)
         return read_rows(self.layout, views, block)
 
     def pack(self, results: TensorDictBase, count: int) -> None:

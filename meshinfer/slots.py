@@ -22,18 +22,20 @@ class Slot:
     Attributes:
         header: eight int64.
         floats: the same bytes as eight float64.
+        words: the same bytes as a tensor, int64 ``[8]``.
         row: the packed payload.
         views: of the row's leaves, for one payload.
         block: the row as a block of one, uint8 ``[1, row_bytes]``.
         block_views: of the block, for a batch of one.
     """
 
-    __slots__ = ("block", "block_views", "floats", "header", "row", "views")
+    __slots__ = ("block", "block_views", "floats", "header", "row", "views", "words")
 
     def __init__(self, layout: PayloadLayout, frame: Tensor) -> None:
         octets = memoryview(frame[:HEADER_BYTES].numpy().data).cast("B")
         self.header = octets.cast("q")
         self.floats = octets.cast("d")
+        self.words = frame[:HEADER_BYTES].view(torch.int64)
         self.row = Row(frame[HEADER_BYTES : HEADER_BYTES + layout.row_bytes])
         self.views: RowViews = layout.views(self.row.tensor)
         self.block = self.row.tensor.unsqueeze(0)
@@ -62,8 +64,9 @@ class SlotBank:
         self.num_slots = num_slots
         stride = _stride(layout, min_row_bytes)
         if memory is None:
-            memory = torch.zeros(num_slots * stride, dtype=torch.uint8, device="cpu")
-        self._frames = memory.view(num_slots, stride)
+            with torch.inference_mode(False):  # of whoever is first: everybody writes to it
+                memory = torch.zeros(num_slots * stride, dtype=torch.uint8, device="cpu")
+        self.frames = memory.view(num_slots, stride)
         self._slots: list[Slot | None] = [None] * num_slots
 
     @staticmethod
@@ -75,12 +78,12 @@ class SlotBank:
         """The slot, made when it is first used: a client needs one of many."""
         found = self._slots[index]
         if found is None:
-            found = self._slots[index] = Slot(self.layout, self._frames[index])
+            found = self._slots[index] = Slot(self.layout, self.frames[index])
         return found
 
     def octets(self, index: int) -> memoryview:
         """All room for a row in one slot, for what is no payload."""
-        return memoryview(self._frames[index, HEADER_BYTES:].numpy().data).cast("B")
+        return memoryview(self.frames[index, HEADER_BYTES:].numpy().data).cast("B")
 
 
 def _stride(layout: PayloadLayout, min_row_bytes: int) -> int:

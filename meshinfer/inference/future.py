@@ -11,11 +11,14 @@ from tensordict import TensorDictBase
 
 from meshinfer.errors import TransportError
 
-__all__ = ["ReplyFuture"]
+__all__ = ["ReplyFuture", "mark"]
 
 
-_settling = threading.Lock()
-"""Guards the one transition that a receiving and a cancelling thread may race for; held for a few instructions."""
+_settling = threading.RLock()
+"""Guards the one transition that a receiving and a cancelling thread may race for; held for a few instructions.
+
+The collector may run between them, and end a client that settles its own futures: hence not a plain lock.
+"""
 
 
 class FutureOwner(Protocol):
@@ -95,6 +98,18 @@ class ReplyFuture:
                 return
         callback(self)
 
+    @property
+    def patience(self) -> float:
+        """Seconds after which a waiter without a deadline asks whether the server is alive."""
+        owner = self._owner
+        return 0.0 if owner is None else owner.patience
+
+    def check_alive(self) -> None:
+        """Ask now; the future fails if the server does not answer any more."""
+        owner = self._owner
+        if owner is not None:
+            owner.check_alive()
+
     def fulfil(self, result: TensorDictBase) -> bool:
         """For transports: the reply has come. ``False`` when the future was settled before."""
         return self._settle(result, None)
@@ -129,11 +144,12 @@ class ReplyFuture:
     def __await__(self) -> Generator[Any, None, TensorDictBase]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
-        self.add_done_callback(lambda _: loop.call_soon_threadsafe(_mark, arrived))
+        self.add_done_callback(lambda _: loop.call_soon_threadsafe(mark, arrived))
         yield from arrived
         return self.result()
 
 
-def _mark(arrived: asyncio.Future[None]) -> None:
+def mark(arrived: asyncio.Future[None]) -> None:
+    """In the loop's thread: what an ``await`` waits for has come, unless it was cancelled."""
     if not arrived.done():
         arrived.set_result(None)

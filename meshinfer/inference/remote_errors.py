@@ -1,7 +1,8 @@
-"""Exceptions that cross processes: the original type where possible, its traceback always."""
+"""Exceptions that cross processes and threads: the original type where possible, its traceback always."""
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import struct
@@ -9,7 +10,13 @@ import traceback
 
 from meshinfer.errors import RemoteError
 
-__all__ = ["MAX_PICKLED_BYTES", "decode_exception", "encode_exception"]
+__all__ = [
+    "MAX_PICKLED_BYTES",
+    "copy_exception",
+    "decode_exception",
+    "encode_exception",
+    "encode_summary",
+]
 
 MAX_PICKLED_BYTES = 1 << 20
 """A larger pickled exception is reported as :class:`~meshinfer.errors.RemoteError`: an error is no way to move data."""
@@ -29,6 +36,22 @@ def encode_exception(exc: BaseException) -> bytes:
     return _PREFIX.pack(len(text)) + text + _pickled(exc)
 
 
+def encode_summary(data: bytes, room: int, reason: str) -> bytes:
+    """What of an encoded exception fits into ``room`` bytes: its class, its message as far as it goes, and ``reason``.
+
+    Args:
+        data: from :func:`encode_exception`.
+        room: at least 1 KiB.
+        reason: why the rest is missing.
+    """
+    (length,) = _PREFIX.unpack_from(data)
+    described = json.loads(data[_PREFIX.size : _PREFIX.size + length])
+    # JSON writes a character as six bytes at most, twelve beyond the basic plane.
+    shown = {name: described[name][: room // 40] for name in ("class_name", "message")}
+    text = json.dumps({**shown, "traceback": reason[: room // 40]}).encode()
+    return _PREFIX.pack(len(text)) + text
+
+
 def decode_exception(data: bytes) -> BaseException:
     """The exception to raise here: of its own type with a :class:`RemoteError` as its cause, else that error.
 
@@ -42,6 +65,22 @@ def decode_exception(data: bytes) -> BaseException:
         return remote
     original.__cause__ = remote
     return original
+
+
+def copy_exception(exc: BaseException) -> BaseException:
+    """As encoding and decoding, for another thread, which shares the data that ``exc`` holds but not ``exc`` itself.
+
+    So nobody raises an exception that somebody else is raising, nor holds what its traceback holds.
+    """
+    remote = RemoteError(_class_name(type(exc)), _shorten(_text(exc)), _shorten(_formatted(exc)))
+    try:
+        found = copy.copy(exc)
+    except Exception:  # any class may raise anything while it is copied
+        return remote
+    if found is exc or type(found) is not type(exc) or not isinstance(found, Exception):
+        return remote
+    found.__cause__ = remote
+    return found
 
 
 def _class_name(kind: type) -> str:

@@ -60,6 +60,23 @@ class Request:
             self.held = False
             self.session.take_back(self.receiver)
 
+    @property
+    def given_up(self) -> bool:
+        """Nobody writes over a row before it is released."""
+        return False
+
+    def reply_frame(self) -> Frame:
+        """A frame to write the result into."""
+        return self.session.reply_frame()
+
+    def reply(self, frame: Frame, policy_version: int | None) -> None:
+        """Send the result. Never waits."""
+        self.session.reply(self.identifier, frame, policy_version)
+
+    def reply_error(self, data: bytes) -> None:
+        """Send an encoded exception. Never waits."""
+        self.session.reply_error(self.identifier, data)
+
 
 class _Receiver:
     """A request frame and the receive that is posted for it."""

@@ -7,11 +7,10 @@ import logging
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
-from torch import Tensor
 
 from meshinfer.arguments import as_count, as_seconds
 from meshinfer.errors import ClosedError, TransportError
@@ -21,11 +20,8 @@ from meshinfer.inference.distributed.locate import FixedAddress, Listed, Locator
 from meshinfer.inference.distributed.reception import Reception
 from meshinfer.inference.distributed.session import Request
 from meshinfer.inference.future import ReplyFuture
-from meshinfer.inference.remote_errors import encode_exception
-from meshinfer.inference.version import stamp_version
-from meshinfer.layout import PayloadLayout
+from meshinfer.inference.rowwise import RowwiseTransport
 from meshinfer.rendezvous import SECRET_VARIABLE, Directory, ServerAddress, choose_address, resolve
-from meshinfer.rows import RowBlock, copy_row, read_rows
 
 __all__ = ["DistributedTransport"]
 
@@ -34,7 +30,7 @@ logger = logging.getLogger("meshinfer.distributed")
 _GOODBYE_SECONDS = 2.0
 
 
-class DistributedTransport:
+class DistributedTransport(RowwiseTransport):
     """Requests over standalone gloo pairs, between any processes that reach each other by TCP.
 
     The server's side owns a private ``TCPStore``, bound to one interface, where clients join; each client gets a
@@ -88,10 +84,7 @@ class DistributedTransport:
         spans_hosts: bool = False,
     ) -> None:
         _check(backend=backend, timeout=timeout, role=role, port=port, window=window)
-        self.request_layout = PayloadLayout.from_spec(request_spec, name="request")
-        self.response_layout = PayloadLayout.from_spec(response_spec, name="response")
-        self._declared = frozenset(leaf.key for leaf in self.response_layout.leaves)
-        _check_batch_sizes(self.request_layout, self.response_layout)
+        super().__init__(request_spec, response_spec)
         self.backend = backend
         self.role = role
         self.timeout = float(timeout)
@@ -230,104 +223,14 @@ class DistributedTransport:
         """Have ``callback`` called by the thread that received a request, instead of waking ``wait_for_work``."""
         self._server().on_ready = callback
 
-    def drain(self, max_items: int) -> tuple[list[TensorDictBase], list[Request]]:
-        """At most ``max_items`` waiting requests as independent TensorDicts, and a handle for each."""
-        payloads, requests, _ = self.drain_with_timing(max_items)
-        return payloads, requests
-
-    def drain_with_timing(
-        self, max_items: int
-    ) -> tuple[list[TensorDictBase], list[Request], list[float]]:
-        """As :meth:`drain`, with the ``time.perf_counter()`` at which each request arrived."""
-        requests = self.drain_slots(max_items)
-        payloads: list[TensorDictBase] = []
-        for request in requests:
-            payloads.append(self.request_layout.unpack(request.frame.views))
-            request.release()
-        return payloads, requests, [request.arrived for request in requests]
-
-    def resolve(self, callback: Request, result: TensorDictBase) -> None:
-        """Send ``result`` (the ``batch_size`` of the response spec) to the client behind ``callback``."""
-        rows = result.reshape(-1) if result.batch_dims else result.unsqueeze(0)
-        version = _version_of(result, self._server().policy_version_key)
-        self._resolve_single(callback, rows, version)
-
-    def resolve_exception(self, callback: Request, exc: BaseException) -> None:
-        """Make the client behind ``callback`` raise ``exc``."""
-        callback.release()
-        callback.session.reply_error(callback.identifier, encode_exception(exc))
-
     def drain_slots(self, max_items: int) -> list[Request]:
         """At most ``max_items`` waiting requests, oldest first, still in their rows."""
         return self._server().take(max_items)
-
-    def request_batch(self, capacity: int) -> RowBlock:
-        """Staging for ``capacity`` requests."""
-        return RowBlock(self.request_layout, capacity)
-
-    def response_batch(self, capacity: int) -> RowBlock:
-        """Staging for ``capacity`` replies."""
-        return RowBlock(self.response_layout, capacity)
-
-    def gather_requests(self, slots: Sequence[Request], out: RowBlock) -> TensorDictBase:
-        """The policy's input: the requests' batch dimensions are flattened into one. Valid until the next gather."""
-        if len(slots) == 1:  # read in place: it is released when it has been answered
-            frame = slots[0].frame
-            return read_rows(self.request_layout, frame.block_views, frame.block)
-        batch = out.gather([request.frame.row.tensor for request in slots])
-        for request in slots:
-            request.release()
-        return batch
-
-    def resolve_batch(
-        self,
-        slots: Sequence[Request],
-        results: TensorDictBase,
-        out: RowBlock | None = None,
-        *,
-        policy_version: int | None = None,
-    ) -> None:
-        """Send each request its rows of ``results``.
-
-        Args:
-            slots: the requests, as gathered.
-            results: leading dimension ``len(slots)`` times the ``batch_size`` of one request.
-            out: staging from :meth:`response_batch`.
-            policy_version: of the weights that computed ``results``.
-
-        Raises:
-            KeyError, ValueError, TypeError: ``results`` does not have what the response spec declares; nothing was
-                sent.
-        """
-        key = self._declared_version_key()
-        if policy_version is not None and key is not None:
-            results = stamp_version(results.copy(), key, policy_version)
-        if len(slots) == 1:
-            return self._resolve_single(slots[0], results, policy_version)
-        block = out if out is not None else self.response_batch(len(slots))
-        block.pack(results, len(slots))
-        for request, row in zip(slots, block.rows, strict=False):
-            frame = request.session.reply_frame()
-            copy_row(row, frame.row)
-            request.session.reply(request.identifier, frame, policy_version)
-
-    def _resolve_single(
-        self, request: Request, results: TensorDictBase, version: int | None
-    ) -> None:
-        frame = request.session.reply_frame()
-        self.response_layout.pack_rows(results, frame.block_views, 1)
-        request.release()
-        request.session.reply(request.identifier, frame, version)
 
     def _next_identity(self) -> Identity:
         """With a rank, the same in every life of this process; without one, of nobody else."""
         identity = Identity(self._rank, next(self._indices))
         return identity if self._rank is not None else identity.copy()
-
-    def _declared_version_key(self) -> tuple[str, ...] | None:
-        """The version's key where the response spec has it as a leaf, besides the header that always carries it."""
-        key = self._server().policy_version_key
-        return key if key in self._declared else None
 
     def _server(self) -> Reception:
         if self._reception is None:
@@ -394,17 +297,3 @@ def _check(*, backend: str, timeout: float, role: str, port: int | None, window:
     as_count("window", window)
     if port is not None:
         as_count("port", port, least=0, most=65535)
-
-
-def _check_batch_sizes(request: PayloadLayout, response: PayloadLayout) -> None:
-    if request.batch_size != response.batch_size:
-        raise ValueError(
-            f"request_spec has batch_size {list(request.batch_size)}, response_spec {list(response.batch_size)}; "
-            "a reply has a row for each row of its request"
-        )
-
-
-def _version_of(result: TensorDictBase, key: tuple[str, ...] | None) -> int | None:
-    """The version that a server has stamped on a single reply."""
-    stamp = None if key is None else result.get(key, None)
-    return int(stamp.reshape(-1)[0]) if isinstance(stamp, Tensor) and stamp.numel() else None

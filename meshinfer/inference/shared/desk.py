@@ -1,0 +1,202 @@
+"""The server's side of a board: which requests have come, and their answers."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+
+import numpy as np
+from torch import Tensor
+
+from meshinfer.inference.remote_errors import encode_summary
+from meshinfer.inference.shared.board import NO_VERSION, Board, Kind, Request, Response
+from meshinfer.semaphore import memory_fence
+from meshinfer.slots import Slot
+
+__all__ = ["Desk", "SlotRequest"]
+
+_RESULT = int(Kind.RESULT)
+_IDENTIFIER = struct.Struct("<q")
+_MAX_KEPT = 16
+"""Large exceptions that wait to be read, each with a descriptor."""
+_ID, _INTERACTION, _SUBMITTED = (int(field) for field in Request)
+_ANSWERED, _KIND, _VERSION = int(Response.ID), int(Response.KIND), int(Response.VERSION)
+
+
+class SlotRequest:
+    """One request at the server, in its slot; a :class:`~meshinfer.inference.rowwise.RowRequest`."""
+
+    __slots__ = ("arrived", "desk", "frame", "identifier", "interaction", "slot")
+
+    def __init__(self, desk: Desk, slot: int, frame: Slot) -> None:
+        self.desk = desk
+        self.slot = slot
+        self.frame = frame
+        header = frame.header
+        self.identifier: int = header[_ID]
+        self.interaction: int = header[_INTERACTION]
+        self.arrived: float = frame.floats[_SUBMITTED]
+
+    @property
+    def given_up(self) -> bool:
+        """Whether its client has given it up, or another one has the slot now."""
+        memory_fence()  # whoever has copied the row looks now whether it was still ours
+        return bool(self.frame.header[_ID] != self.identifier)
+
+    def release(self) -> None:
+        """Nothing: its client uses the row again when it has the reply."""
+
+    def reply_frame(self) -> Slot:
+        """The slot's response, which nobody reads before :meth:`reply` says whose it is."""
+        return self.desk.board.responses[self.slot]
+
+    def reply(self, frame: Slot, policy_version: int | None) -> None:
+        """Say whose the response is, and wake that client. Never waits."""
+        if self.frame.header[_ID] == self.identifier:
+            header = frame.header
+            header[_KIND] = _RESULT
+            header[_VERSION] = NO_VERSION if policy_version is None else policy_version
+            memory_fence()
+            header[_ANSWERED] = self.identifier
+            self.desk.replied[self.slot].post()
+
+    def reply_error(self, data: bytes) -> None:
+        """Answer with an encoded exception, of any size."""
+        if not self.given_up:
+            self.desk.answer_error(self, data)
+
+
+class Desk:
+    """Finds requests on a board, in the process that serves it.
+
+    Args:
+        board: not served by anybody else.
+
+    Raises:
+        TransportError: another process serves it.
+    """
+
+    def __init__(self, board: Board) -> None:
+        board.begin_serving()
+        self.board = board
+        self.replied = board.replied
+        self._woken = False
+        self._kept: dict[int, int] = {}
+        self._keeping = threading.Lock()
+        self._submitted = _submitted(board)
+        self._taken = [0] * board.num_slots
+        # What was asked before, and never answered, is still waiting.
+        self._seen = np.array(board.posted_counts)
+        for slot in np.flatnonzero(self._seen).tolist():
+            asked = board.requests[slot].header[_ID]
+            if asked not in (0, board.responses[slot].header[_ANSWERED]):
+                self._seen[slot] -= 1
+        self._seen_octets = memoryview(self._seen.data).cast("B")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is ready."""
+        return self.board.posted_octets.tobytes() != self._seen_octets.tobytes()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are ready."""
+        return int(np.count_nonzero(self.board.posted_counts != self._seen))
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until a request is ready: whether one is. Returns early when closed or woken."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        board = self.board
+        while not self.has_work:
+            if self._woken or board.closed:
+                self._woken = False
+                return self.has_work
+            left = 3600.0 if deadline is None else deadline - time.monotonic()
+            if not board.work.wait(left) and left <= 0:
+                return self.has_work
+        return True
+
+    def wake(self) -> None:
+        """Make :meth:`wait` return."""
+        self._woken = True
+        self.board.work.post()
+
+    def take(self, max_items: int) -> list[SlotRequest]:
+        """At most ``max_items`` requests, those first that were asked first: nobody starves."""
+        if not self.has_work:
+            return []
+        board, requests = self.board, []
+        fresh = np.flatnonzero(board.posted_counts != self._seen)
+        if len(fresh) > 1:
+            fresh = fresh[np.argsort(self._submitted[fresh], kind="stable")]
+        for slot in fresh[:max_items].tolist():
+            self._seen[slot] = board.posted[slot]
+            memory_fence()
+            request = SlotRequest(self, slot, board.requests[slot])
+            memory_fence()
+            board.work.try_wait()  # its ring, or an earlier one: an unneeded wake-up less
+            answered = board.responses[slot].header[_ANSWERED]
+            if request.identifier not in (0, answered, self._taken[slot]):
+                self._taken[slot] = request.identifier
+                self._forget_error(slot)
+                requests.append(request)
+        return requests
+
+    def answer_error(self, request: SlotRequest, data: bytes) -> None:
+        """Put an encoded exception where its client finds it."""
+        slot = request.slot
+        header, place = self.board.responses[slot].header, self.board.responses.octets(slot)
+        kind = Kind.ERROR
+        if len(data) > len(place):
+            kind, data = self._keep_error(slot, request.identifier, data, len(place))
+        if kind is Kind.ERROR:
+            place[: len(data)] = data
+        header[Response.LENGTH], header[_KIND] = len(data), kind
+        memory_fence()
+        header[_ANSWERED] = request.identifier
+        self.replied[slot].post()
+
+    def close(self) -> None:
+        """Serve no more."""
+        with self._keeping:
+            kept, self._kept = self._kept, {}
+        for descriptor in kept.values():
+            os.close(descriptor)
+        self.board.end_serving()
+
+    def _keep_error(self, slot: int, identifier: int, data: bytes, room: int) -> tuple[Kind, bytes]:
+        """Keep a large exception in a file of its own until the slot's next request, or until there are too many."""
+        header = self.board.responses[slot].header
+        try:
+            descriptor = os.memfd_create("meshinfer-error", os.MFD_CLOEXEC)
+        except OSError as error:
+            return Kind.ERROR, encode_summary(data, room, f"its details did not fit: {error}")
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(_IDENTIFIER.pack(identifier) + data)
+        self._forget_error(slot)
+        with self._keeping:
+            self._kept[slot] = descriptor
+            oldest = next(iter(self._kept)) if len(self._kept) > _MAX_KEPT else slot
+        if oldest != slot:
+            self._forget_error(oldest)
+        header[Response.PID], header[Response.DESCRIPTOR] = os.getpid(), descriptor
+        return Kind.LARGE_ERROR, data
+
+    def _forget_error(self, slot: int) -> None:
+        if self._kept:
+            with self._keeping:
+                descriptor = self._kept.pop(slot, None)
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _submitted(board: Board) -> np.ndarray:
+    """float64 ``[num_slots]``: when each slot's latest request was asked; a view."""
+    frames: Tensor = board.requests.frames
+    begin = 8 * Request.SUBMITTED
+    view: np.ndarray = frames[:, begin : begin + 8].numpy()
+    return np.lib.stride_tricks.as_strided(
+        view[:, :8].view(np.float64), shape=(board.num_slots,), strides=(frames.stride(0),)
+    )
