@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["as_count", "as_seconds"]
+import torch
+
+__all__ = ["as_count", "as_device", "as_seconds"]
 
 
 def as_seconds(name: str, value: object, *, zero: bool = False) -> float:
@@ -30,3 +32,22 @@ def as_count(name: str, value: object, *, least: int = 1, most: int | None = Non
         upto = "" if most is None else f" and at most {most}"
         raise ValueError(f"{name}={value}: expected at least {least}{upto}")
     return value
+
+
+def as_device(name: str, value: object) -> torch.device | None:
+    """``value`` as a device; a string or an ordinal names one, ``None`` stays.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: there is no such device type, or no accelerator that an ordinal could mean.
+    """
+    if value is None or isinstance(value, torch.device):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise TypeError(f"{name}={value!r}: expected a device, such as 'cpu' or 'cuda:0'")
+    try:
+        return torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name}={value!r}: expected a device, such as 'cpu' or 'cuda:0': {error}"
+        ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tensordict.nn.probabilistic import InteractionType, interaction_type
 
-__all__ = ["UNSET", "current_interaction", "decode_interaction"]
+__all__ = ["UNSET", "current_interaction", "decode_interaction", "encode_interaction"]
 
 UNSET = 0
 """The client asked for nothing: the server's own mode applies."""
@@ -16,7 +16,11 @@ _TYPES = {code: getattr(InteractionType, name) for name, code in _CODES.items()}
 
 def current_interaction() -> int:
     """Code of the interaction type that is set in this thread, :data:`UNSET` without one."""
-    kind = interaction_type()
+    return encode_interaction(interaction_type())
+
+
+def encode_interaction(kind: InteractionType | None) -> int:
+    """Code of an interaction type."""
     return UNSET if kind is None else _CODES[kind.name]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
-__all__ = ["Key", "as_key", "stamp_version"]
+__all__ = ["Key", "as_key", "stamp_version", "stamped"]
 
 Key: TypeAlias = str | tuple[str, ...]
 
@@ -24,3 +26,19 @@ def stamp_version(payload: TensorDictBase, key: tuple[str, ...], version: int) -
     )
     payload.set(key, stamp)
     return payload
+
+
+def stamped(results: TensorDictBase, key: tuple[str, ...], version: int) -> TensorDictBase:
+    """As :func:`stamp_version` on a shallow copy; the stamp is shared by those who ask alike, so copy it on."""
+    if len(key) > 1 or type(results) is not TensorDict or results.device is not None:
+        return stamp_version(results.copy(), key, version)
+    source = dict(results.items())
+    source[key[0]] = _stamp(results.batch_size, version)
+    made: TensorDict = TensorDict._new_unsafe(source, batch_size=results.batch_size)  # type: ignore[arg-type]
+    return made
+
+
+@lru_cache(maxsize=128)
+def _stamp(batch_size: torch.Size, version: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full(batch_size, version, dtype=torch.int64, device="cpu")

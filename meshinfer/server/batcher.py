@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Protocol
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
 
 from meshinfer.errors import ServerClosedError
-from meshinfer.inference.protocol import BatchedTransport, InferenceTransport
-from meshinfer.inference.version import stamp_version
+from meshinfer.inference.protocol import BatchedTransport, InferenceTransport, ServedTransport
+from meshinfer.inference.version import stamped
+from meshinfer.items import split_items, stack_items, structure_of
 from meshinfer.server.config import InferenceServerConfig
 from meshinfer.server.policy import ServedPolicy
+from meshinfer.server.static import StaticBatch, first_rows
 from meshinfer.server.stats import StatsRecorder
 
 __all__ = ["Batcher", "ItemSource", "RowSource"]
@@ -38,6 +42,9 @@ class Source(Protocol):
     def drain(self, max_items: int) -> list[Any]:
         """Waiting requests, oldest first; each has ``arrived`` and ``interaction``."""
 
+    def alike(self, request: Any) -> Hashable:
+        """What the requests of one forward pass have in common."""
+
     def gather(self, requests: Sequence[Any]) -> TensorDictBase:
         """The policy's input."""
 
@@ -51,82 +58,113 @@ class Source(Protocol):
 
 
 class RowSource:
-    """A transport with fixed-layout rows: one gather and one scatter for a batch, through staging that is kept."""
+    """A transport with fixed-layout rows: one gather and one scatter for a batch, through staging that is kept.
 
-    def __init__(self, transport: BatchedTransport, capacity: int) -> None:
+    Args:
+        transport: has the rows.
+        capacity: requests in a batch, at most.
+        static: pads each batch to one size.
+    """
+
+    def __init__(
+        self, transport: BatchedTransport, capacity: int, static: StaticBatch | None = None
+    ) -> None:
         self._transport = transport
+        self._static = static
         self._requests = transport.request_batch(capacity)
         self._responses = transport.response_batch(capacity)
         self.drain: Callable[[int], list[Any]] = transport.drain_slots  # type: ignore[assignment]
         self.fail: Callable[[Any, BaseException], None] = transport.resolve_exception
+        self.alike: Callable[[Any], Hashable] = attrgetter("interaction")
 
     def gather(self, requests: Sequence[Any]) -> TensorDictBase:
         """Copy the rows into staging; valid until the next call."""
-        return self._transport.gather_requests(requests, self._requests)
+        batch = self._transport.gather_requests(requests, self._requests)
+        return batch if self._static is None else self._static.fill(batch, len(requests))
 
     def scatter(
         self, requests: Sequence[Any], results: TensorDictBase, version: int | None
     ) -> None:
         """Copy the results into staging and send each request its rows."""
+        if self._static is not None:
+            results = self._static.first(results, len(requests))
         self._transport.resolve_batch(requests, results, self._responses, policy_version=version)
 
 
 class _Item:
     """One request of a transport with dynamic payloads."""
 
-    __slots__ = ("arrived", "callback", "interaction", "payload")
+    __slots__ = ("arrived", "callback", "interaction", "kind", "payload")
 
     def __init__(self, payload: TensorDictBase, callback: Any, arrived: float) -> None:
         self.payload = payload
         self.callback = callback
         self.arrived = arrived
         self.interaction: int = getattr(callback, "interaction", 0)
+        self.kind: Hashable = self.interaction
 
 
 class ItemSource:
-    """Any transport: requests are TensorDicts of their own, collated and split again.
+    """Any transport: requests are TensorDicts of their own, stacked and split again.
+
+    Requests of another structure are served in a forward pass of their own, so that none spoils its neighbours.
 
     Args:
         transport: of any kind.
-        collate: makes one TensorDict of a list; its first dimension is the requests.
+        collate: makes one TensorDict of a list, whatever their structures; its first dimension is the requests.
+            ``None`` stacks payloads of one structure, and merges their own batch dimensions with that of the requests.
         version_key: where a result's policy version goes.
+        static_size: requests in each batch: the last one stands in for those that are missing.
     """
 
     def __init__(
         self,
         transport: InferenceTransport,
-        collate: Callable[[list[TensorDictBase]], TensorDictBase],
+        collate: Callable[[list[TensorDictBase]], TensorDictBase] | None,
         version_key: tuple[str, ...] | None,
+        static_size: int | None = None,
     ) -> None:
         self._transport = transport
         self._collate = collate
         self._version_key = version_key
+        self._static_size = static_size
+        self.alike: Callable[[Any], Hashable] = attrgetter("kind")
 
     def drain(self, max_items: int) -> list[_Item]:
         """Waiting requests, oldest first."""
-        return [
-            _Item(*entry)
-            for entry in zip(*self._transport.drain_with_timing(max_items), strict=True)
-        ]
+        entries = zip(*self._transport.drain_with_timing(max_items), strict=True)
+        items = [_Item(*entry) for entry in entries]
+        if self._collate is None:
+            for item in items:
+                structure = getattr(item.callback, "structure", None)
+                item.kind = item.interaction, structure or structure_of(item.payload)
+        return items
 
     def gather(self, requests: Sequence[_Item]) -> TensorDictBase:
         """Collate the payloads."""
-        return self._collate([item.payload for item in requests])
+        payloads = [item.payload for item in requests]
+        if self._static_size is not None:
+            payloads += [payloads[-1]] * (self._static_size - len(payloads))
+        if self._collate is None:
+            return stack_items(payloads)
+        batch = self._collate(payloads)
+        if not is_tensor_collection(batch):
+            raise TypeError(f"collate_fn returned {type(batch).__name__}, expected a TensorDict")
+        return batch
 
     def scatter(
         self, requests: Sequence[_Item], results: TensorDictBase, version: int | None
     ) -> None:
-        """Split the results along their first dimension."""
+        """Split the results along their first dimension, and send each request its own."""
+        size = requests[0].payload.batch_size if self._collate is None else torch.Size()
+        if self._static_size is not None:
+            each = size.numel()
+            results = first_rows(results, len(requests) * each, self._static_size * each)
         if version is not None and self._version_key is not None:
-            results = stamp_version(results.copy(), self._version_key, version)
-        rows = results.unbind(0)
-        if len(rows) != len(requests):
-            raise ValueError(
-                f"the policy returned {len(rows)} rows for {len(requests)} requests; "
-                "the first dimension of its result is the requests"
-            )
-        for item, result in zip(requests, rows, strict=True):
-            self._transport.resolve(item.callback, result)
+            results = stamped(results, self._version_key, version)
+        replies = split_items(results, len(requests), size)
+        for item, reply in zip(requests, replies, strict=True):
+            self._transport.resolve(item.callback, reply)
 
     def fail(self, request: _Item, exc: BaseException) -> None:
         """Answer one request with an exception."""
@@ -161,8 +199,8 @@ class Batcher:
         self._inline = inline
         self.failure: Exception | None = None
         self._stopping = False
-        self._batched = transport if isinstance(transport, BatchedTransport) else None
-        self._patience = None if self._batched is not None else _LOOK_SECONDS
+        self._served = transport if isinstance(transport, ServedTransport) else None
+        self._patience = None if self._served is not None else _LOOK_SECONDS
         self._thread = threading.Thread(target=self._run, name="meshinfer-server", daemon=True)
 
     @property
@@ -172,8 +210,8 @@ class Batcher:
 
     def start(self) -> None:
         """Begin to serve."""
-        if self._inline and self._batched is not None:
-            self._batched.set_ready_callback(self._lead)
+        if self._inline and self._served is not None:
+            self._served.set_ready_callback(self._lead)
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
@@ -183,8 +221,8 @@ class Batcher:
             ``False`` when that batch was not done after ``timeout`` seconds.
         """
         self._stopping = True
-        if self._batched is not None:
-            self._batched.wake()
+        if self._served is not None:
+            self._served.wake()
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -197,6 +235,8 @@ class Batcher:
 
     def _run(self) -> None:
         try:
+            with self._policy.turn:
+                self._policy.warm_up_here()
             while not self._stopping:
                 if self._transport.wait_for_work(self._patience):
                     with self._policy.turn:
@@ -210,8 +250,8 @@ class Batcher:
 
     def _lead(self) -> None:
         """A request has arrived, in the thread that calls: serve it here, unless somebody is serving."""
-        assert self._batched is not None
-        few = self._batched.num_clients <= _INLINE_CLIENTS
+        assert self._served is not None
+        few = self._served.num_clients <= _INLINE_CLIENTS
         if few and self._policy.turn.acquire(blocking=False):
             try:
                 served = 0
@@ -240,18 +280,22 @@ class Batcher:
     def _serve(self, requests: list[Any]) -> None:
         if not requests:
             return
-        kinds = {request.interaction for request in requests}
-        if len(kinds) == 1:
+        kinds = list(map(self._source.alike, requests))
+        if kinds.count(kinds[0]) == len(kinds):
             return self._serve_alike(requests)
-        for kind in sorted(kinds):
-            self._serve_alike([request for request in requests if request.interaction == kind])
+        for kind in dict.fromkeys(kinds):
+            pairs = zip(requests, kinds, strict=True)
+            self._serve_alike([request for request, each in pairs if each == kind])
 
     def _serve_alike(self, requests: list[Any]) -> None:
         """One forward pass. Whatever goes wrong reaches exactly these clients."""
         began = time.perf_counter()
         try:
             batch = self._source.gather(requests)
-            ready = time.perf_counter()
+        except BaseException as exc:
+            return self._serve_apart(requests, exc)
+        ready = time.perf_counter()
+        try:
             results = self._policy(batch, requests[0].interaction)
             forward = time.perf_counter() - ready
             self._source.scatter(requests, results, self._policy.version if self._stamp else None)
@@ -263,6 +307,13 @@ class Batcher:
         self._stats.batch(
             [request.arrived for request in requests], began, forward, time.perf_counter()
         )
+
+    def _serve_apart(self, requests: list[Any], exc: BaseException) -> None:
+        """They could not be put together, which only one of them may be to blame for."""
+        if len(requests) == 1:
+            return self._fail(requests, exc)
+        for request in requests:
+            self._serve_alike([request])
 
     def _fail(self, requests: list[Any], exc: BaseException) -> None:
         logger.debug("a batch of %d failed", len(requests), exc_info=exc)
@@ -279,5 +330,5 @@ class Batcher:
 
     def _hand_over(self) -> None:
         """Whoever let go of the turn, or did not get it, looks once more: no request may be left to nobody."""
-        if self._batched is not None and self._batched.num_waiting:
-            self._batched.wake()
+        if self._served is not None and self._served.num_waiting:
+            self._served.wake()

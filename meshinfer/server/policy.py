@@ -13,8 +13,13 @@ from tensordict.nn import set_interaction_type
 
 from meshinfer.inference.interaction import decode_interaction
 from meshinfer.inference.version import Key
+from meshinfer.server.devices import DevicePass, check_available, device_of
+from meshinfer.server.weights import copy_weights
 
 __all__ = ["ServedPolicy"]
+
+_WARM_UP_PASSES = 3
+"""Some compilers measure in the first pass and capture in the second."""
 
 
 class ServedPolicy:
@@ -25,7 +30,7 @@ class ServedPolicy:
         in_keys, out_keys: the module's inputs and outputs.
         share_weights: serve ``model`` itself; otherwise a module is copied, so that an optimizer step in the caller's
             process changes no action.
-        device: where the model computes.
+        device: where the model computes; ``None`` for where it is.
         version: of the weights that it has now.
     """
 
@@ -42,25 +47,47 @@ class ServedPolicy:
         self.turn = threading.Lock()
         """Held by whoever serves a batch or changes the weights."""
         self.version = version
-        self.device = device
+        check_available("policy_device", device)
         if isinstance(model, torch.nn.Module):
-            model = model if share_weights else copy.deepcopy(model)
+            model = model if share_weights else _copied(model)
             model = model if device is None else model.to(device)
+            device = device or device_of(model)
+        self.device = device
         self._model = model
         self._call = _as_tensordict_callable(model, in_keys, out_keys)
+        self._prepared: list[tuple[TensorDictBase, int]] = []
+        self.device_pass: DevicePass | None = None
+        """Where batches may lie elsewhere than the model, or replies have to."""
 
     def __call__(self, batch: TensorDictBase, interaction: int) -> TensorDictBase:
         """One forward pass without gradients, under the interaction type that the clients asked for.
 
         Only for threads of the server: it leaves gradients disabled in the calling one.
         """
-        if self.device is not None:
-            batch = batch.to(self.device)
-        kind = decode_interaction(interaction)
+        # For good: threads that serve are ours and do nothing else.
         if torch.is_grad_enabled():
-            torch.set_grad_enabled(
-                False
-            )  # for good: threads that serve are ours and do nothing else
+            torch.set_grad_enabled(False)
+        if self.device_pass is None:
+            return self._forward(batch, interaction)
+        return self.device_pass(batch, lambda moved: self._forward(moved, interaction))
+
+    def warm_up(self, batch: TensorDictBase, interaction: int) -> None:
+        """With :attr:`turn` held, in any thread: compute ``batch`` for nobody."""
+        with torch.inference_mode(False), torch.no_grad():
+            for _ in range(_WARM_UP_PASSES):
+                self(batch.clone(), interaction)
+        if self.device is not None and self.device.type != "cpu":
+            self._prepared.append((batch, interaction))
+
+    def warm_up_here(self) -> None:
+        """With :attr:`turn` held, in the serving thread: repeat what was prepared, since graphs are captured for each
+        thread anew."""
+        for batch, interaction in list(self._prepared):
+            self.warm_up(batch, interaction)
+        self._prepared.clear()
+
+    def _forward(self, batch: TensorDictBase, interaction: int) -> TensorDictBase:
+        kind = decode_interaction(interaction)
         if kind is None:
             result = self._call(batch)
         else:
@@ -73,12 +100,29 @@ class ServedPolicy:
             )
         return result
 
+    def load(self, weights: object, version: int | None) -> int:
+        """With :attr:`turn` held: copy ``weights`` into the model; the new version."""
+        return self.update(lambda model: copy_weights(model, weights), version)
+
     def update(self, change: Callable[[Any], object], version: int | None) -> int:
         """With :attr:`turn` held: let ``change`` alter the model; the new version."""
         with torch.no_grad():
             change(self._model)
         self.version = self.version + 1 if version is None else version
         return self.version
+
+
+def _copied(model: torch.nn.Module) -> torch.nn.Module:
+    lost = [
+        name for name, part in model.named_modules() if getattr(part, "_compiled_call_impl", None)
+    ]
+    if lost:
+        which = f"its part {lost[0]!r}" if lost[0] else "it"
+        raise ValueError(
+            f"model: {which} was compiled in place, by compile(), which a copy of a module loses; "
+            "give torch.compile(module) instead, or share_weights=True"
+        )
+    return copy.deepcopy(model)
 
 
 def _as_tensordict_callable(

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
 
 from meshinfer.arguments import as_count, as_seconds
 from meshinfer.errors import ClosedError
-from meshinfer.inference.protocol import BatchedTransport, InferenceClient, InferenceTransport
+from meshinfer.inference.interaction import encode_interaction
+from meshinfer.inference.protocol import (
+    BatchedTransport,
+    InferenceClient,
+    InferenceTransport,
+    ServedTransport,
+)
 from meshinfer.inference.resolver import inference_transport_kind, make_inference_transport
 from meshinfer.inference.version import Key, as_key
 from meshinfer.server.batcher import Batcher, ItemSource, RowSource, Source
-from meshinfer.server.config import InferenceServerConfig
+from meshinfer.server.config import (
+    InferenceDeviceConfig,
+    InferenceServerConfig,
+    merged_config,
+    merged_devices,
+)
+from meshinfer.server.devices import device_pass
 from meshinfer.server.policy import ServedPolicy
+from meshinfer.server.static import StaticBatch, example_batch
 from meshinfer.server.stats import ServerStats, StatsRecorder
 from meshinfer.transport import TransportConfig, as_transport_config
 
 __all__ = ["InferenceServer"]
-
-logger = logging.getLogger("meshinfer.server")
 
 
 class InferenceServer:
@@ -38,16 +50,20 @@ class InferenceServer:
         max_batch_size: requests in one forward pass, at most.
         min_batch_size: requests to wait for, for at most ``timeout``.
         timeout: seconds that the oldest request may wait for ``min_batch_size``.
+        static_batch_size: requests in every forward pass, see :class:`InferenceServerConfig` and :meth:`prepare`.
         in_keys, out_keys: for a plain ``nn.Module``.
         collate_fn: makes the policy's input of a list of request TensorDicts, instead of the row-wise gather; its
             first dimension must be the requests.
         policy_device: where the model computes; by default wherever it is.
+        output_device: where replies go; by default to where their requests lay. Other than ``"cpu"`` only with a
+            transport between threads that keeps tensors where they are.
         policy_version: of the weights that ``model`` has now.
         policy_version_key: where clients find the version that computed their reply, ``None`` for nowhere.
         share_weights: serve ``model`` itself instead of a copy.
         request_spec, response_spec, transport_options: for a transport that is made here.
-        server_config: the batching arguments as one object, instead of ``max_batch_size``, ``min_batch_size`` and
-            ``timeout``.
+        server_config: the batching arguments as one object, instead of ``max_batch_size``, ``min_batch_size``,
+            ``timeout`` and ``static_batch_size``.
+        device_config: the devices as one object, instead of ``policy_device`` and ``output_device``.
 
     Raises:
         ValueError, TypeError: an argument cannot work; names it and what to give instead.
@@ -61,10 +77,12 @@ class InferenceServer:
         max_batch_size: int | None = None,
         min_batch_size: int | None = None,
         timeout: float | None = None,
+        static_batch_size: int | None = None,
         in_keys: Sequence[Key] | None = None,
         out_keys: Sequence[Key] | None = None,
         collate_fn: Callable[[list[TensorDictBase]], TensorDictBase] | None = None,
-        policy_device: torch.device | str | None = None,
+        policy_device: torch.device | str | int | None = None,
+        output_device: torch.device | str | int | None = None,
         policy_version: int = 0,
         policy_version_key: Key | None = "policy_version",
         share_weights: bool = False,
@@ -72,14 +90,24 @@ class InferenceServer:
         response_spec: Any = None,
         transport_options: Mapping[str, Any] | None = None,
         server_config: InferenceServerConfig | None = None,
+        device_config: InferenceDeviceConfig | None = None,
     ) -> None:
-        self.config = _config(server_config, max_batch_size, min_batch_size, timeout)
+        self.config = merged_config(
+            server_config,
+            max_batch_size=max_batch_size,
+            min_batch_size=min_batch_size,
+            timeout=timeout,
+            static_batch_size=static_batch_size,
+        )
+        devices = merged_devices(
+            device_config, policy_device=policy_device, output_device=output_device
+        )
         self._policy = ServedPolicy(
             model,
             in_keys=in_keys,
             out_keys=out_keys,
             share_weights=share_weights,
-            device=None if policy_device is None else torch.device(policy_device),
+            device=devices.server_policy_device(),
             version=policy_version,
         )
         injected = isinstance(transport, InferenceTransport)
@@ -91,12 +119,21 @@ class InferenceServer:
             response_spec=response_spec,
             transport_options=transport_options,
         )
+        try:
+            self._policy.device_pass = device_pass(
+                self.transport, self._policy.device, devices.server_output_device()
+            )
+        except ValueError:
+            if not injected:
+                self.transport.close()
+            raise
         self.policy_version_key = as_key(policy_version_key)
         self._collate = collate_fn
+        self._request_spec = request_spec
         self._stats = StatsRecorder(self.config.stats_window)
         self._batcher: Batcher | None = None
         self._closed = False
-        if isinstance(self.transport, BatchedTransport):
+        if isinstance(self.transport, ServedTransport):
             self.transport.policy_version_key = self.policy_version_key
         self._finalizer = weakref.finalize(self, _stop, None, self.transport)
 
@@ -194,6 +231,33 @@ class InferenceServer:
         as_count("count", count)
         return [self.client() for _ in range(count)]
 
+    def prepare(
+        self, request_spec: Any = None, *, interaction_type: InteractionType | None = None
+    ) -> InferenceServer:
+        """Let a compiled policy compile before the first client asks; returns the server.
+
+        The policy computes a static batch of one request a few times, for nobody: neither clients nor statistics see
+        it. Once for each exploration mode that clients will ask for. Best before :meth:`start`: CUDA graphs belong to
+        the thread that captures them, so the serving thread begins with the same. Requests that arrive meanwhile wait.
+
+        Args:
+            request_spec: one request, or a spec, for zeros; by default what this server or its transport was made with.
+            interaction_type: what a client has set.
+
+        Raises:
+            ValueError: without ``static_batch_size`` (each number of requests may compile anew), or without a spec.
+            Exception: what the policy raised.
+        """
+        self._check_open()
+        size = self.config.static_batch_size
+        if size is None:
+            raise ValueError("prepare() needs static_batch_size=, the one size to prepare for")
+        layout = getattr(self.transport, "request_layout", None)
+        batch = example_batch((request_spec, self._request_spec, layout), size, self._collate)
+        with self._turn():
+            self._policy.warm_up(batch, encode_interaction(interaction_type))
+        return self
+
     def update_model(self, change: Callable[[Any], object], *, version: int | None = None) -> int:
         """Change the served model between two batches.
 
@@ -204,11 +268,26 @@ class InferenceServer:
         Returns:
             The new version. Every later reply is computed with, and stamped with, the new weights.
         """
-        if self._batcher is None:
-            with self._policy.turn:
-                return self._policy.update(change, version)
-        with self._batcher.turn():
+        with self._turn():
             return self._policy.update(change, version)
+
+    def update_policy_weights_(self, weights: Any, *, version: int | None = None) -> int:
+        """Copy new weights into the served model between two batches: parameters and buffers, all or none.
+
+        Args:
+            weights: a module, its state dict, or a TensorDict as ``TensorDict.from_module`` makes it; on any device, of
+                any dtype, of a compiled module or not.
+            version: of the weights afterwards; by default one more than before.
+
+        Returns:
+            The new version. Every later reply is computed with, and stamped with, the new weights.
+
+        Raises:
+            ValueError: a name is missing or unknown, or a shape differs; nothing has changed.
+            TypeError: ``weights`` is none of these, or the served model is no ``nn.Module``.
+        """
+        with self._turn():
+            return self._policy.load(weights, version)
 
     def stats(self, reset: bool = False) -> ServerStats:
         """What has been served; ``reset=True`` begins anew."""
@@ -241,9 +320,16 @@ class InferenceServer:
         )
 
     def _make_source(self) -> Source:
+        size = self.config.static_batch_size
         if self._collate is None and isinstance(self.transport, BatchedTransport):
-            return RowSource(self.transport, self.config.max_batch_size)
-        return ItemSource(self.transport, self._collate or _stack, self.policy_version_key)
+            pinned = getattr(self._policy.device, "type", None) == "cuda"
+            static = None if size is None else StaticBatch(size, pinned=pinned)
+            return RowSource(self.transport, self.config.max_batch_size, static)
+        return ItemSource(self.transport, self._collate, self.policy_version_key, size)
+
+    def _turn(self) -> AbstractContextManager[object]:
+        """The right to use the model: between batches, or before there are any."""
+        return self._policy.turn if self._batcher is None else self._batcher.turn()
 
     def _serves_inline(self) -> bool:
         if self.config.inline is not None:
@@ -256,30 +342,8 @@ class InferenceServer:
             raise ClosedError("this server was shut down; make a new one")
 
 
-def _stack(payloads: list[TensorDictBase]) -> TensorDictBase:
-    batch: TensorDictBase = torch.stack(payloads)  # type: ignore[arg-type, assignment]
-    return batch
-
-
 def _stop(batcher: Batcher | None, transport: InferenceTransport, timeout: float = 5.0) -> bool:
     """Stop without the server, also when it is collected or the interpreter exits."""
     stopped = batcher is None or batcher.stop(timeout)
     transport.close()
     return stopped
-
-
-def _config(
-    config: InferenceServerConfig | None,
-    max_batch: int | None,
-    min_batch: int | None,
-    timeout: float | None,
-) -> InferenceServerConfig:
-    loose = {"max_batch_size": max_batch, "min_batch_size": min_batch, "timeout": timeout}
-    given = {name: value for name, value in loose.items() if value is not None}
-    if config is None:
-        return InferenceServerConfig(**given)  # type: ignore[arg-type]
-    if given:
-        raise ValueError(
-            f"{', '.join(given)}: give it in server_config, or leave server_config out"
-        )
-    return config
