@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 from meshinfer._version import __version__
+from meshinfer.clients import PolicyClientModule
 from meshinfer.errors import (
     ClosedError,
     MeshError,
@@ -27,9 +28,19 @@ from meshinfer.inference import (
     make_inference_transport,
 )
 from meshinfer.inference.distributed import DistributedClient, DistributedTransport
+from meshinfer.inference.queues import MPTransport
+from meshinfer.inference.slot import SlotTransport
+from meshinfer.inference.threads import ThreadingTransport
 from meshinfer.layout import PayloadLayout
 from meshinfer.mesh import LaunchEnvironment, Mesh, PerNode, RankGroup, init_mesh
-from meshinfer.server import InferenceServer, InferenceServerConfig, ServerStats
+from meshinfer.server import (
+    InferenceDeviceConfig,
+    InferenceServer,
+    InferenceServerConfig,
+    ProcessInferenceServer,
+    ServerHealth,
+    ServerStats,
+)
 from meshinfer.transport import (
     TransportConfig,
     TransportKind,
@@ -44,22 +55,29 @@ __all__ = [
     "DistributedClient",
     "DistributedTransport",
     "InferenceClient",
+    "InferenceDeviceConfig",
     "InferenceFuture",
     "InferenceServer",
     "InferenceServerConfig",
     "InferenceTransport",
     "LaunchEnvironment",
+    "MPTransport",
     "Mesh",
     "MeshError",
     "MeshInferError",
     "PayloadLayout",
     "PeerLostError",
     "PerNode",
+    "PolicyClientModule",
+    "ProcessInferenceServer",
     "RankGroup",
     "RefusedError",
     "RemoteError",
     "ServerClosedError",
+    "ServerHealth",
     "ServerStats",
+    "SlotTransport",
+    "ThreadingTransport",
     "TransportConfig",
     "TransportError",
     "TransportKind",

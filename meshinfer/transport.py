@@ -25,7 +25,6 @@ __all__ = [
     "TransportEntry",
     "TransportKind",
     "as_transport_config",
-    "compatibility_markdown",
     "normalize_transport_kind",
     "register_transport_resolver",
     "resolve_transport",
@@ -181,6 +180,8 @@ def resolve_transport(domain: str, choice: Any = None, **topology: Any) -> Any:
 
 # --- The compatibility table ---------------------------------------------------------------------
 
+_SPECS = ("request_spec", "response_spec")
+
 
 @dataclass(frozen=True)
 class TransportEntry:
@@ -195,6 +196,7 @@ class TransportEntry:
         needs_specs: it takes ``request_spec`` and ``response_spec``, and works with neither
             missing.
         needs_num_slots: it takes ``num_slots``, and does not work without.
+        takes_specs: it takes the specs where they are known, and works without.
         extra: the optional dependency that brings what it imports.
     """
 
@@ -205,6 +207,7 @@ class TransportEntry:
     description: str
     needs_specs: bool = False
     needs_num_slots: bool = False
+    takes_specs: bool = False
     extra: str | None = None
 
     def load(self) -> Callable[..., Any]:
@@ -227,8 +230,13 @@ class TransportEntry:
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the arguments of ``make_inference_transport`` that it cannot do without."""
-        specs = ("request_spec", "response_spec") if self.needs_specs else ()
+        specs = _SPECS if self.needs_specs else ()
         return (*specs, "num_slots") if self.needs_num_slots else specs
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Names of those arguments that it is given where they are known."""
+        return (*self.needs, *_SPECS) if self.takes_specs else self.needs
 
 
 @dataclass(frozen=True)
@@ -249,7 +257,50 @@ class AutoRule:
     given: tuple[str, ...] = ()
 
 
+_SAME_HOST: tuple[PolicyBackend, ...] = ("threading", "multiprocessing")
+
 INFERENCE_TRANSPORTS: tuple[TransportEntry, ...] = (
+    TransportEntry(
+        kind="queue",
+        class_name="ThreadingTransport",
+        module="meshinfer.inference.threads",
+        policy_backends=("threading",),
+        description="threads; any payload, any number of clients",
+    ),
+    TransportEntry(
+        kind="queue",
+        class_name="MPTransport",
+        module="meshinfer.inference.queues",
+        policy_backends=("multiprocessing",),
+        description="processes on one host; any payload, any number of clients",
+    ),
+    TransportEntry(
+        kind="slot",
+        class_name="SlotTransport",
+        module="meshinfer.inference.slot",
+        policy_backends=("threading",),
+        description="threads, one slot for each environment; rows without a lock",
+        needs_num_slots=True,
+        takes_specs=True,
+    ),
+    TransportEntry(
+        kind="shared_memory",
+        class_name="SharedMemoryTransport",
+        module="meshinfer.inference.shared",
+        policy_backends=_SAME_HOST,
+        description="processes on one host; a pool of slots, several requests in flight per client",
+        needs_specs=True,
+        needs_num_slots=True,
+    ),
+    TransportEntry(
+        kind="process_slot",
+        class_name="ProcessSlotTransport",
+        module="meshinfer.inference.shared",
+        policy_backends=_SAME_HOST,
+        description="processes on one host, one slot and one request in flight per client; the fastest",
+        needs_specs=True,
+        needs_num_slots=True,
+    ),
     TransportEntry(
         kind="distributed",
         class_name="DistributedTransport",
@@ -262,39 +313,10 @@ INFERENCE_TRANSPORTS: tuple[TransportEntry, ...] = (
 """Every inference transport of this version. A kind without a row is not offered."""
 
 AUTO_RULES: tuple[AutoRule, ...] = (
-    AutoRule(
-        policy_backend="spmd",
-        kind="distributed",
-        reason="it reaches ranks that share no parent process",
-    ),
+    AutoRule("threading", "slot", "the number of environments is known", given=("num_slots",)),
+    AutoRule("threading", "queue", "the number of environments is not known"),
+    AutoRule("multiprocessing", "shared_memory", "both specs are known", given=_SPECS),
+    AutoRule("multiprocessing", "queue", "the specs are not known"),
+    AutoRule("spmd", "distributed", "it reaches ranks that share no parent process"),
 )
 """What ``auto`` means, per topology. A topology without a rule has no ``auto`` in this version."""
-
-_HEADER = ("kind", "class", "`policy_backend`", "`auto` in", "needs", "extra", "for")
-
-
-def compatibility_markdown() -> str:
-    """The compatibility table as a Markdown table, as it stands in ``docs/transports.md``."""
-    rows = [_HEADER, tuple("---" for _ in _HEADER), *map(_markdown_cells, INFERENCE_TRANSPORTS)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def _markdown_cells(entry: TransportEntry) -> tuple[str, ...]:
-    auto = [
-        rule.policy_backend
-        for rule in AUTO_RULES
-        if rule.kind == entry.kind and rule.policy_backend in entry.policy_backends
-    ]
-    return (
-        f"`{entry.kind}`",
-        f"`{entry.class_name}`",
-        _code_list(entry.policy_backends),
-        _code_list(auto),
-        _code_list(entry.needs),
-        f"`{entry.extra}`" if entry.extra else "-",
-        entry.description,
-    )
-
-
-def _code_list(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "-"

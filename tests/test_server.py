@@ -689,8 +689,8 @@ def test_a_ready_transport_has_no_configuration() -> None:
 @pytest.mark.parametrize(
     ("transport", "error", "message"),
     [
-        ("auto", ValueError, "'auto' has no choice.*'distributed'"),
-        ("queue", ValueError, "'queue' is not available.*'distributed'"),
+        ("ray", ValueError, "'ray' is not available.*'distributed'"),
+        ("slot", ValueError, "'slot' needs num_slots"),
         ("pigeon", ValueError, "'pigeon'"),
         ("distributed", ValueError, "needs request_spec and response_spec"),
         (3, TypeError, "int"),

@@ -13,6 +13,7 @@ __all__ = [
     "InferenceFuture",
     "InferenceTransport",
     "RequestHandle",
+    "ServedTransport",
 ]
 
 
@@ -93,7 +94,7 @@ class InferenceTransport(Protocol):
         """As :meth:`drain`, and for each request the ``time.perf_counter()`` at which it arrived."""
 
     def resolve(self, callback: Any, result: TensorDictBase) -> None:
-        """Send ``result`` to the client behind ``callback``. Never waits for that client."""
+        """Send ``result`` to the client behind ``callback``, which may keep it. Never waits for that client."""
 
     def resolve_exception(self, callback: Any, exc: BaseException) -> None:
         """Make the client behind ``callback`` raise ``exc``. Never waits for that client."""
@@ -103,11 +104,15 @@ class InferenceTransport(Protocol):
 
 
 @runtime_checkable
-class BatchedTransport(InferenceTransport, Protocol):
-    """A transport whose requests are fixed-layout rows, so that a whole batch is gathered and scattered at once."""
+class ServedTransport(InferenceTransport, Protocol):
+    """A transport that knows its clients and its server: whom it has, whose version it stamps, and how to wake it."""
 
     policy_version_key: tuple[str, ...] | None
     """Where clients put the policy version that travels with each reply. The server sets it."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called, so that nothing will come any more."""
 
     @property
     def num_clients(self) -> int:
@@ -116,6 +121,20 @@ class BatchedTransport(InferenceTransport, Protocol):
     @property
     def num_waiting(self) -> int:
         """Requests that are ready now."""
+
+    def set_ready_callback(self, callback: Callable[[], None] | None) -> None:
+        """Have ``callback`` called by the thread that received a request, instead of waking ``wait_for_work``.
+
+        A transport whose requests are received by threads of its users, which must not compute, ignores it.
+        """
+
+    def wake(self) -> None:
+        """Make ``wait_for_work`` return."""
+
+
+@runtime_checkable
+class BatchedTransport(ServedTransport, Protocol):
+    """A transport whose requests are fixed-layout rows, so that a whole batch is gathered and scattered at once."""
 
     def drain_slots(self, max_items: int) -> Sequence[RequestHandle]:
         """At most ``max_items`` waiting requests, oldest first. Never waits."""
@@ -146,9 +165,3 @@ class BatchedTransport(InferenceTransport, Protocol):
             KeyError: ``results`` lacks a declared key; nothing was sent.
             ValueError, TypeError: a declared key has another shape or dtype; nothing was sent.
         """
-
-    def set_ready_callback(self, callback: Callable[[], None] | None) -> None:
-        """Have ``callback`` called by the thread that received a request, instead of waking ``wait_for_work``."""
-
-    def wake(self) -> None:
-        """Make ``wait_for_work`` return."""

@@ -202,17 +202,17 @@ def _arguments(
     facts: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Keyword arguments for ``factory``: the facts that it needs and the options it accepts."""
-    needed = {name: facts[name] for name in entry.needs}
-    others = {name: value for name, value in options.items() if name not in needed}
+    """Keyword arguments for ``factory``: the facts that it takes and the options it accepts."""
+    known = {name: facts[name] for name in entry.takes if facts[name] is not None}
+    others = {name: value for name, value in options.items() if name not in known}
     accepted = _keyword_names(factory)
     unknown = sorted(others.keys() - accepted) if accepted is not None else []
     if accepted is not None and unknown:
         raise TypeError(
             f"transport {entry.kind!r} has no option {listed(unknown)}; its options are"
-            f" {listed(sorted(accepted - needed.keys()))}"
+            f" {listed(sorted(accepted - {*entry.takes}))}"
         )
-    return {**needed, **others}
+    return {**known, **others}
 
 
 def _keyword_names(factory: Callable[..., Any]) -> set[str] | None:

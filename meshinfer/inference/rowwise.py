@@ -63,10 +63,16 @@ class RowwiseTransport:
     """
 
     policy_version_key: tuple[str, ...] | None
+    _closed: bool
 
     def __init__(self, request_spec: Any, response_spec: Any) -> None:
         self.request_layout, self.response_layout = row_layouts(request_spec, response_spec)
         self._declared = frozenset(leaf.key for leaf in self.response_layout.leaves)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
 
     def drain_slots(self, max_items: int) -> list[Any]:
         """At most ``max_items`` waiting requests, oldest first, still in their rows."""

@@ -241,6 +241,8 @@ class Batcher:
                 if self._transport.wait_for_work(self._patience):
                     with self._policy.turn:
                         self._serve(self._collect())
+                elif self._served is not None and self._served.closed:
+                    break  # by somebody else
             with self._policy.turn:
                 self._refuse_waiting()
         except Exception as error:  # the transport failed: nobody would be served any more

@@ -1,13 +1,31 @@
-"""When a process ends, and how."""
+"""Whether a process lives, when it ends, and how."""
 
 from __future__ import annotations
 
 import os
 import signal
+from dataclasses import dataclass
 
-__all__ = ["describe_exit", "end_of_process"]
+__all__ = ["ServerHealth", "describe_exit", "end_of_process"]
 
 _SHELL_BASE = 128
+
+
+@dataclass(frozen=True)
+class ServerHealth:
+    """How a server process is, as its owner found it."""
+
+    process_alive: bool
+    pid: int | None
+    """Of the process, also when it has ended; ``None`` before the first start."""
+    exitcode: int | None
+    """As :mod:`multiprocessing` has it: minus the signal's number for a process that was killed."""
+    serving: bool
+    """Whether the serving thread runs in that process, by its own account."""
+    policy_version: int
+    """The last that is known."""
+    error: str | None
+    """Why it does not serve."""
 
 
 def end_of_process(pid: int) -> int | None:

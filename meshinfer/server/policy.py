@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import set_interaction_type
+from torch import Tensor
 
 from meshinfer.inference.interaction import decode_interaction
 from meshinfer.inference.version import Key
@@ -150,6 +151,7 @@ class _PlainModule:
         self._module = module
         self._in_keys = list(in_keys)
         self._out_keys = list(out_keys)
+        self._is_flat = all(isinstance(key, str) for key in out_keys)
 
     def __call__(self, batch: TensorDictBase) -> TensorDict:
         outputs = self._module(*[batch.get(key) for key in self._in_keys])
@@ -159,7 +161,14 @@ class _PlainModule:
             raise ValueError(
                 f"the module returned {len(outputs)} outputs for the out_keys {self._out_keys}"
             )
-        result = TensorDict({}, batch.batch_size)
+        size = batch.batch_size
+        if self._is_flat and all(
+            type(output) is Tensor and output.shape[:1] == size for output in outputs
+        ):
+            # The constructor without its checks, which these were.
+            made = dict(zip(self._out_keys, outputs, strict=True))
+            return TensorDict._new_unsafe(made, batch_size=size)  # type: ignore[arg-type]
+        result = TensorDict({}, size)
         for key, output in zip(self._out_keys, outputs, strict=True):
             result.set(key, output)
         return result

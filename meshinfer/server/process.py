@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from multiprocessing.util import Finalize
 from typing import Any
@@ -28,34 +25,18 @@ from meshinfer.server.config import (
     merged_config,
     merged_devices,
 )
+from meshinfer.server.lifetime import ServerHealth
 from meshinfer.server.process_control import ServerProcess
+from meshinfer.server.process_start import as_context, check_may_start, pickled_factory
 from meshinfer.server.process_transport import SplitTransport, split_transport
 from meshinfer.server.process_weights import pack_weights
 from meshinfer.server.stats import ServerStats
 from meshinfer.transport import TransportConfig
 
-__all__ = ["ProcessInferenceServer", "ServerHealth"]
+__all__ = ["ProcessInferenceServer"]
 
-_METHODS = ("spawn", "forkserver", "fork")
 _EXIT_PRIORITY = 100
 """Before multiprocessing waits for processes that have not ended."""
-
-
-@dataclass(frozen=True)
-class ServerHealth:
-    """How a server process is, as :meth:`ProcessInferenceServer.health` found it."""
-
-    process_alive: bool
-    pid: int | None
-    """Of the process, also when it has ended; ``None`` before the first start."""
-    exitcode: int | None
-    """As :mod:`multiprocessing` has it: minus the signal's number for a process that was killed."""
-    serving: bool
-    """Whether the serving thread runs in that process, by its own account."""
-    policy_version: int
-    """The last that is known."""
-    error: str | None
-    """Why it does not serve."""
 
 
 class ProcessInferenceServer:
@@ -115,7 +96,7 @@ class ProcessInferenceServer:
         mp_context: BaseContext | str | None = None,
         startup_timeout: float = 300.0,
     ) -> None:
-        self._factory = _pickled_factory(policy_factory)
+        self._factory = pickled_factory(policy_factory)
         self.config = merged_config(
             server_config,
             max_batch_size=max_batch_size,
@@ -135,7 +116,7 @@ class ProcessInferenceServer:
             "server_config": self.config,
             "device_config": devices,
         }
-        context = _context(mp_context)
+        context = as_context(mp_context)
         self._startup_timeout = as_seconds("startup_timeout", startup_timeout)
         self._lock = threading.Lock()
         self._closed = False
@@ -148,7 +129,7 @@ class ProcessInferenceServer:
             response_spec=response_spec,
             transport_options=transport_options,
         )
-        self._context: Any = context or _context(getattr(self.transport, "ctx", None) or "spawn")
+        self._context: Any = context or as_context(getattr(self.transport, "ctx", None) or "spawn")
         self._owner = os.getpid()
         self._finalizer = Finalize(
             self, _end, (self._lives, self._transport), exitpriority=_EXIT_PRIORITY
@@ -200,7 +181,7 @@ class ProcessInferenceServer:
             self._check_open()
             if self._lives and not self._lives[-1].ended:
                 raise RuntimeError("the server was started already")
-            _check_may_start(self._context)
+            check_may_start(self._context)
             life = ServerProcess(self._context, self._setup(), self._first_version)
             self._lives[:] = [life]
         try:
@@ -363,46 +344,3 @@ def _end(lives: list[ServerProcess], transport: SplitTransport, timeout: float =
     for life in lives:
         life.stop(timeout)
     transport.close()
-
-
-def _pickled_factory(factory: Any) -> bytes:
-    if not callable(factory) or isinstance(factory, torch.nn.Module):
-        raise TypeError(
-            f"policy_factory: expected a function that returns the policy, found"
-            f" {type(factory).__name__}"
-        )
-    try:
-        return pickle.dumps(factory)
-    except Exception as error:  # a class may raise anything while it is pickled
-        raise TypeError(
-            f"policy_factory={factory!r} cannot be sent to the server's process ({error}); give a"
-            " function at the top level of a module, or functools.partial of one"
-        ) from error
-
-
-def _context(given: BaseContext | str | None) -> BaseContext | None:
-    if given is None or isinstance(given, BaseContext):
-        return given
-    if given not in _METHODS:
-        raise ValueError(
-            f"mp_context={given!r}: expected a context of multiprocessing, or one of"
-            f" {', '.join(map(repr, _METHODS))}"
-        )
-    return multiprocessing.get_context(given)
-
-
-def _check_may_start(context: Any) -> None:
-    if context.get_start_method() == "fork" and _cuda_in_use():
-        raise RuntimeError(
-            "mp_context='fork' cannot be used once CUDA has been initialised in this process; use"
-            " 'spawn' or 'forkserver'"
-        )
-    if multiprocessing.current_process().daemon:
-        raise RuntimeError(
-            "a daemonic process may not start others: start the server elsewhere, or make this"
-            " process with daemon=False"
-        )
-
-
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -60,9 +60,8 @@ class ServerSetup:
     def build(self) -> InferenceServer:
         """The policy first: no client finds a server that has none."""
         if self.forked:
-            torch.set_num_threads(
-                1
-            )  # the parent's pool of threads is not here, and would be waited for
+            # the parent's pool of threads is not here, and would be waited for
+            torch.set_num_threads(1)
         policy = self._factory()()
         transport = self.open_transport()
         try:
@@ -84,9 +83,8 @@ class ServerSetup:
 
 def run_server(connection: Connection, setup: ServerSetup) -> None:
     """Main function of the process: serve until told to stop, or until the parent has gone."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent decides
+    # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has its parent's handler
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _end_with_parent()

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any
@@ -125,10 +126,9 @@ class ServerProcess:
             timeout: seconds for the batch that is being computed.
         """
         self._stopping = True
+        # where the garbage collector came by: a thread cannot wait for itself
         if threading.current_thread() in (self._watcher, self._writer):
-            return (
-                self.kill()
-            )  # the garbage collector came by, in a thread that cannot wait for itself
+            return self.kill()
         if self.is_ready:
             with contextlib.suppress(PeerLostError):  # it was faster
                 self._post(None, (timeout,))
@@ -249,9 +249,12 @@ def _interrupts_held_back(context: Any) -> Iterator[None]:
 
     Not for a fork server, which this call may start: it would pass the mask on to every other process.
     """
-    if context.get_start_method() == "forkserver":
+    method = context.get_start_method()
+    if method == "forkserver":
         yield
         return
+    if method == "spawn":
+        resource_tracker.ensure_running()  # it unblocks SIGINT when it has started
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

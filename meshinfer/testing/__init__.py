@@ -12,7 +12,7 @@ or, with a test framework, one test for each of :data:`CONFORMANCE_CHECKS`. Need
 from meshinfer.testing.check import ConformanceCheck
 from meshinfer.testing.expect import raises
 from meshinfer.testing.harness import ClientRun, ThreadHarness, TransportHarness, report
-from meshinfer.testing.processes import ProcessHarness
+from meshinfer.testing.processes import ProcessHarness, WorkerPool
 from meshinfer.testing.suite import CONFORMANCE_CHECKS, ConformanceError, run_conformance
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "ProcessHarness",
     "ThreadHarness",
     "TransportHarness",
+    "WorkerPool",
     "raises",
     "report",
     "run_conformance",

@@ -96,7 +96,9 @@ class TransportHarness(ABC):
             without a deadline may ask after the server. Importable, where the suite crosses processes.
         fixed_layout: whether the specs are declarations, so that a request that differs from them is refused, and a
             batch moves as rows.
+        many_in_flight: whether a client may have several requests in flight.
         shared_clients: whether threads may share one client.
+        own_client: whether the transport's own ``submit`` works.
         patience: seconds after which a check gives a single wait up.
     """
 
@@ -108,12 +110,16 @@ class TransportHarness(ABC):
         factory: Callable[..., InferenceTransport],
         *,
         fixed_layout: bool = True,
+        many_in_flight: bool = True,
         shared_clients: bool = True,
+        own_client: bool = True,
         patience: float = 20.0,
     ) -> None:
         self.factory = factory
         self.fixed_layout = fixed_layout
+        self.many_in_flight = many_in_flight
         self.shared_clients = shared_clients
+        self.own_client = own_client
         self.patience = patience
 
     def make(self, request_spec: Any, response_spec: Any, **options: Any) -> InferenceTransport:

@@ -7,55 +7,59 @@ import pickle
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from meshinfer.inference.protocol import InferenceTransport
 from meshinfer.testing.harness import ClientRun, TransportHarness, run_reporting
 
-__all__ = ["ProcessHarness", "RemoteTraceback"]
+__all__ = ["ProcessHarness", "RemoteTraceback", "WorkerPool"]
 
 _SECONDS_TO_EXIT = 5.0
-_PRELOADED = ["meshinfer.testing"]
+_PRELOADED = ("meshinfer.testing.preloaded",)
 
 
 class RemoteTraceback(Exception):
     """Cause of an exception that a client raised in its process: how it looked there."""
 
 
-class ProcessHarness(TransportHarness):
-    """Clients in processes that share nothing with this one. A context manager.
+class WorkerPool:
+    """Processes for the clients of one harness or of several. A context manager.
 
     Args:
-        factory: importable; see :class:`~meshinfer.testing.harness.TransportHarness`.
-        workers: processes that :meth:`replenish` keeps ready; more are started when a check needs them.
-        start_method: ``"forkserver"``, which imports torch once, or ``"spawn"``.
-        capabilities: as for :class:`~meshinfer.testing.harness.TransportHarness`.
+        size: processes that :meth:`replenish` keeps ready; more are started when they are needed.
+        start_method: ``"forkserver"``, which imports torch once, or ``"spawn"``. With ``"fork"`` no process is kept
+            ready: each is forked for one function, of the process as it is then, and inherits the client.
+        preload: modules for the fork server, which has an effect until that starts.
     """
-
-    crosses_processes = True
 
     def __init__(
         self,
-        factory: Callable[..., InferenceTransport],
-        *,
-        workers: int = 4,
+        size: int = 4,
         start_method: str = "forkserver",
-        **capabilities: Any,
+        preload: Sequence[str] = _PRELOADED,
     ) -> None:
-        super().__init__(factory, **capabilities)
         self._context: Any = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
-            self._context.set_forkserver_preload(_PRELOADED)
-        self._size = workers
+            self._context.set_forkserver_preload(list(preload))
+        self._forks = start_method == "fork"
+        self._size = 0 if self._forks else size
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
         self._idle: list[_Worker] = []
 
-    def run_client(self, function: Callable[..., Any], client: Any, *args: Any) -> ClientRun:
-        """Hand the call to an idle worker; see :meth:`TransportHarness.run_client`."""
-        task = pickle.dumps((function, client, *args))
+    def run(self, *call: Any) -> ClientRun:
+        """Run a function with its arguments: ``run(function, *args)``."""
+        if self._forks:
+            with self._lock:
+                self._bury()
+                worker = _Worker(self._context)
+                self._workers.append(worker)
+                return worker.start_with(call)
+        task = pickle.dumps(call)
         with self._lock:
             self._bury()
             worker = self._idle.pop() if self._idle else self._hire()
@@ -79,7 +83,7 @@ class ProcessHarness(TransportHarness):
             self._workers.clear()
             self._idle.clear()
 
-    def __enter__(self) -> ProcessHarness:
+    def __enter__(self) -> WorkerPool:
         self.replenish()
         return self
 
@@ -88,6 +92,7 @@ class ProcessHarness(TransportHarness):
 
     def _hire(self) -> _Worker:
         worker = _Worker(self._context, self._rest)
+        worker.start()
         self._workers.append(worker)
         return worker
 
@@ -103,6 +108,51 @@ class ProcessHarness(TransportHarness):
         self._idle = [worker for worker in self._idle if worker not in dead]
 
 
+class ProcessHarness(TransportHarness):
+    """Clients in processes that share nothing with this one. A context manager.
+
+    Args:
+        factory: importable; see :class:`~meshinfer.testing.harness.TransportHarness`.
+        workers: a pool, which stays the caller's and may serve several harnesses, or the size of an own one.
+        start_method: of an own pool; see :class:`WorkerPool`.
+        capabilities: as for :class:`~meshinfer.testing.harness.TransportHarness`.
+    """
+
+    crosses_processes = True
+
+    def __init__(
+        self,
+        factory: Callable[..., InferenceTransport],
+        *,
+        workers: WorkerPool | int = 4,
+        start_method: str = "forkserver",
+        **capabilities: Any,
+    ) -> None:
+        super().__init__(factory, **capabilities)
+        self._own = not isinstance(workers, WorkerPool)
+        self._pool = WorkerPool(workers, start_method) if isinstance(workers, int) else workers
+
+    def run_client(self, function: Callable[..., Any], client: Any, *args: Any) -> ClientRun:
+        """Hand the call to an idle worker; see :meth:`TransportHarness.run_client`."""
+        return self._pool.run(function, client, *args)
+
+    def replenish(self) -> None:
+        """See :meth:`WorkerPool.replenish`."""
+        self._pool.replenish()
+
+    def close(self) -> None:
+        """End the workers of an own pool. Idempotent."""
+        if self._own:
+            self._pool.close()
+
+    def __enter__(self) -> ProcessHarness:
+        self.replenish()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class _ProcessRun(ClientRun):
     def __init__(self, worker: _Worker) -> None:
         super().__init__()
@@ -112,22 +162,45 @@ class _ProcessRun(ClientRun):
         self._worker.kill()
 
 
+class _ForkedRun(_ProcessRun):
+    """The only run of its process, which is gone when the result is here."""
+
+    def result(self, timeout: float) -> Any:
+        try:
+            return super().result(timeout)
+        finally:
+            if self._finished:
+                self._worker.await_end()
+
+
 class _Worker:
     """One process, the pipe to it, and the thread that reads what it says."""
 
-    def __init__(self, context: Any, rest: Callable[[_Worker], None]) -> None:
+    def __init__(self, context: Any, rest: Callable[[_Worker], None] | None = None) -> None:
+        self._context = context
         self._rest = rest
         self._run: ClientRun | None = None
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=work, args=(theirs,), name="conformance-worker", daemon=True
+        self._closed = False
+
+    def start(self, call: tuple[Any, ...] | None = None) -> None:
+        """With a ``call``, for that only."""
+        self._connection, theirs = self._context.Pipe()
+        self._process = self._context.Process(
+            target=work, args=(theirs, call), name="conformance-worker", daemon=True
         )
-        self._process.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads is meant
+            self._process.start()
         theirs.close()
         self._reader = threading.Thread(
             target=self._read, name="conformance-worker-reader", daemon=True
         )
         self._reader.start()
+
+    def start_with(self, call: tuple[Any, ...]) -> ClientRun:
+        run = self._run = _ForkedRun(self)
+        self.start(call)
+        return run
 
     @property
     def is_alive(self) -> bool:
@@ -142,6 +215,10 @@ class _Worker:
         self._process.kill()
         self._process.join(_SECONDS_TO_EXIT)
 
+    def await_end(self) -> None:
+        if not self._closed:
+            self._process.join(_SECONDS_TO_EXIT)
+
     def end(self, *, politely: bool) -> None:
         if politely and self.is_alive:
             self._connection.send_bytes(b"")
@@ -150,6 +227,7 @@ class _Worker:
         self._reader.join(_SECONDS_TO_EXIT)
         self._connection.close()
         self._process.close()
+        self._closed = True
 
     def _read(self) -> None:
         while True:
@@ -166,7 +244,8 @@ class _Worker:
             assert self._run is not None
             return self._run.deliver(value)
         run = self._take_run()
-        self._rest(self)
+        if self._rest is not None:
+            self._rest(self)
         if kind == "returned":
             run.finish(value)
         else:
@@ -188,11 +267,14 @@ def _rebuilt(data: bytes, text: str) -> BaseException:
     return error
 
 
-def work(connection: Connection) -> None:
-    """The worker's main loop: run what comes, until nothing more does."""
+def work(connection: Connection, call: tuple[Any, ...] | None) -> None:
+    """The worker's main loop: run what comes, until nothing more does; or one ``call``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    if call is not None:
+        connection.send_bytes(_perform(connection, lambda: call))
+        return
     while task := _next(connection):
-        connection.send_bytes(_perform(connection, task))
+        connection.send_bytes(_perform(connection, partial(pickle.loads, task)))
 
 
 def _next(connection: Connection) -> bytes:
@@ -202,12 +284,12 @@ def _next(connection: Connection) -> bytes:
         return b""
 
 
-def _perform(connection: Connection, task: bytes) -> bytes:
+def _perform(connection: Connection, get_call: Callable[[], tuple[Any, ...]]) -> bytes:
     def deliver(value: object) -> None:
         connection.send_bytes(pickle.dumps(("report", value)))
 
     try:
-        return pickle.dumps(("returned", run_reporting(deliver, *pickle.loads(task))))
+        return pickle.dumps(("returned", run_reporting(deliver, *get_call())))
     except BaseException as error:  # whatever it is, the check raises it
         text = "".join(traceback.format_exception(error))
         return pickle.dumps(("raised", (_pickled(error), text)))

@@ -18,6 +18,7 @@ __all__ = [
     "AddOne",
     "Gated",
     "check_reply",
+    "clients_for",
     "make_transport",
     "request",
     "request_spec",
@@ -87,6 +88,19 @@ class Gated(AddOne):
     def wait_entered(self) -> None:
         """Until a request is being held."""
         assert self.entered.wait(self._patience), "the request did not reach the policy"
+
+
+def clients_for(harness: TransportHarness, source: Any, number: int) -> list[Any]:
+    """Whom to give ``number`` requests that are in flight at once: a new client so many times, or so many clients.
+
+    Args:
+        harness: says whether one client can have them all.
+        source: a server or a transport.
+        number: of requests.
+    """
+    if harness.many_in_flight:
+        return [source.client()] * number
+    return [source.client() for _ in range(number)]
 
 
 def make_transport(harness: TransportHarness, **options: Any) -> Any:

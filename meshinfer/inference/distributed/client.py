@@ -265,6 +265,7 @@ class DistributedClient:
                 f"the server went away while this client joined: {error}"
             ) from error
         del sent
+        self._spare.append(mine)  # the server has read it: its proof is the answer
         if bytes(shown.proof) != joining.proof(SERVER, server_nonce):
             raise RefusedError("the other end of the new pair does not hold the job secret")
 

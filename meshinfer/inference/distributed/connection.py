@@ -187,7 +187,7 @@ class Connection:
         pair = self._pair
         if pair is None:
             return
-        frame = Frame(self._request_layout)
+        frame = self._spare.pop() if self._spare else Frame(self._request_layout)
         frame.header[_KIND] = Kind.BYE
         try:
             self._goodbye = frame, pair.send(frame.message)  # kept until it has left

@@ -216,8 +216,8 @@ class Session:
         pair.receive(shown.message).wait(joining.left())
         if bytes(shown.proof) != expected or shown.header[_KIND] != Kind.PROOF:
             raise ConnectionError("the proof on the new pair is wrong")
-        for _ in range(2):
-            self.take_back(_Receiver(Frame(self._host.request_layout)))
+        for frame in (shown, Frame(self._host.request_layout)):
+            self.take_back(_Receiver(frame))
         self._post_freed(pair)
         self._pair = pair
         self._send(None, mine)

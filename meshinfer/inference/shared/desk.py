@@ -6,9 +6,9 @@ import os
 import struct
 import threading
 import time
+from array import array
 
 import numpy as np
-from torch import Tensor
 
 from meshinfer.inference.remote_errors import encode_summary
 from meshinfer.inference.shared.board import NO_VERSION, Board, Kind, Request, Response
@@ -19,6 +19,8 @@ __all__ = ["Desk", "SlotRequest"]
 
 _RESULT = int(Kind.RESULT)
 _IDENTIFIER = struct.Struct("<q")
+_FEW_SLOTS = 64
+"""Fewer are looked through in plain Python, whose code is in the caches when this process wakes up."""
 _MAX_KEPT = 16
 """Large exceptions that wait to be read, each with a descriptor."""
 _ID, _INTERACTION, _SUBMITTED = (int(field) for field in Request)
@@ -85,25 +87,24 @@ class Desk:
         self._woken = False
         self._kept: dict[int, int] = {}
         self._keeping = threading.Lock()
-        self._submitted = _submitted(board)
         self._taken = [0] * board.num_slots
         # What was asked before, and never answered, is still waiting.
-        self._seen = np.array(board.posted_counts)
-        for slot in np.flatnonzero(self._seen).tolist():
-            asked = board.requests[slot].header[_ID]
-            if asked not in (0, board.responses[slot].header[_ANSWERED]):
-                self._seen[slot] -= 1
-        self._seen_octets = memoryview(self._seen.data).cast("B")
+        self._seen = array("I", board.posted)
+        for slot, count in enumerate(self._seen):
+            asked = board.requests[slot].header[_ID] if count else 0
+            if asked not in (0, board.responses[slot].header[_ANSWERED] if count else 0):
+                self._seen[slot] = (count - 1) & 0xFFFFFFFF
+        self._seen_counts = np.frombuffer(self._seen, dtype=np.uint32)
 
     @property
     def has_work(self) -> bool:
         """Whether a request is ready."""
-        return self.board.posted_octets.tobytes() != self._seen_octets.tobytes()
+        return self.board.posted_octets.tobytes() != self._seen.tobytes()
 
     @property
     def num_waiting(self) -> int:
         """Requests that are ready."""
-        return int(np.count_nonzero(self.board.posted_counts != self._seen))
+        return len(self._fresh())
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until a request is ready: whether one is. Returns early when closed or woken."""
@@ -127,22 +128,34 @@ class Desk:
         """At most ``max_items`` requests, those first that were asked first: nobody starves."""
         if not self.has_work:
             return []
-        board, requests = self.board, []
-        fresh = np.flatnonzero(board.posted_counts != self._seen)
+        board, seen, taken = self.board, self._seen, self._taken
+        asked, posted, ring = board.requests, board.posted, board.work.try_wait
+        fresh, requests = self._fresh(), []
         if len(fresh) > 1:
-            fresh = fresh[np.argsort(self._submitted[fresh], kind="stable")]
-        for slot in fresh[:max_items].tolist():
-            self._seen[slot] = board.posted[slot]
+            fresh.sort(key=lambda slot: asked[slot].floats[_SUBMITTED])
+        for slot in fresh[:max_items]:
+            seen[slot] = posted[slot]
             memory_fence()
-            request = SlotRequest(self, slot, board.requests[slot])
+            request = SlotRequest(self, slot, asked[slot])
             memory_fence()
-            board.work.try_wait()  # its ring, or an earlier one: an unneeded wake-up less
-            answered = board.responses[slot].header[_ANSWERED]
-            if request.identifier not in (0, answered, self._taken[slot]):
-                self._taken[slot] = request.identifier
-                self._forget_error(slot)
+            ring()  # its own, or an earlier one: an unneeded wake-up less
+            identifier = request.identifier
+            if identifier not in (0, taken[slot], board.responses[slot].header[_ANSWERED]):
+                taken[slot] = identifier
+                if self._kept:
+                    self._forget_error(slot)
                 requests.append(request)
         return requests
+
+    def _fresh(self) -> list[int]:
+        """Slots whose requests have not been taken."""
+        if len(self._seen) > _FEW_SLOTS:
+            fresh: list[int] = np.flatnonzero(
+                self.board.posted_counts != self._seen_counts
+            ).tolist()
+            return fresh
+        pairs = enumerate(zip(self.board.posted, self._seen, strict=True))
+        return [slot for slot, (posted, seen) in pairs if posted != seen]
 
     def answer_error(self, request: SlotRequest, data: bytes) -> None:
         """Put an encoded exception where its client finds it."""
@@ -185,18 +198,7 @@ class Desk:
         return Kind.LARGE_ERROR, data
 
     def _forget_error(self, slot: int) -> None:
-        if self._kept:
-            with self._keeping:
-                descriptor = self._kept.pop(slot, None)
-            if descriptor is not None:
-                os.close(descriptor)
-
-
-def _submitted(board: Board) -> np.ndarray:
-    """float64 ``[num_slots]``: when each slot's latest request was asked; a view."""
-    frames: Tensor = board.requests.frames
-    begin = 8 * Request.SUBMITTED
-    view: np.ndarray = frames[:, begin : begin + 8].numpy()
-    return np.lib.stride_tricks.as_strided(
-        view[:, :8].view(np.float64), shape=(board.num_slots,), strides=(frames.stride(0),)
-    )
+        with self._keeping:
+            descriptor = self._kept.pop(slot, None)
+        if descriptor is not None:
+            os.close(descriptor)

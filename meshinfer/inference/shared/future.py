@@ -109,7 +109,7 @@ class SlotFuture:
 
     def cancel(self) -> bool:
         """Give the reply up; ``False`` when it had already come."""
-        return self.fail(TransportError("the request was cancelled"))
+        return not self.take() and self.fail(TransportError("the request was cancelled"))
 
     def fail(self, error: BaseException) -> bool:
         """For clients: the reply will not be used."""

@@ -85,7 +85,7 @@ def looking_for_work_never_waits_longer_than_told(harness: TransportHarness) -> 
             assert transport.drain_with_timing(4) == ([], [], [])
         with within(AT_ONCE, "wait_for_work(0.05)"):
             assert not transport.wait_for_work(0.05)
-        future = transport.submit(request(3))
+        future = (transport if harness.own_client else transport.client()).submit(request(3))
         assert transport.wait_for_work(harness.patience), "no request came"
         payloads, handles = transport.drain(4)
         transport.resolve(handles[0], answer(payloads[0]))

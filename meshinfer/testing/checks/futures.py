@@ -16,7 +16,15 @@ from meshinfer.testing.check import conformance_check
 from meshinfer.testing.checks.replies import count
 from meshinfer.testing.expect import raises
 from meshinfer.testing.harness import ClientRun, TransportHarness, report, within
-from meshinfer.testing.serving import HELD, AddOne, Gated, check_reply, request, serving
+from meshinfer.testing.serving import (
+    HELD,
+    AddOne,
+    Gated,
+    check_reply,
+    clients_for,
+    request,
+    serving,
+)
 
 __all__ = ["CHECKS"]
 
@@ -25,12 +33,13 @@ AT_ONCE = 1.0
 
 
 def _run_at_gate(
-    harness: TransportHarness, function: Callable[..., Any], **server_options: Any
+    harness: TransportHarness, function: Callable[..., Any], in_flight: int, **server_options: Any
 ) -> None:
-    """Run ``function``, whose held request passes the gate once it has reported."""
+    """Run ``function``, which has so many requests in flight; one is held until it has reported."""
     policy = Gated(harness.patience)
     with serving(harness, policy, **server_options) as server:
-        run = harness.run_client(function, server.client())
+        clients = clients_for(harness, server, in_flight)
+        run = harness.run_client(function, clients[0] if in_flight == 1 else clients)
         run.next_report(harness.patience)
         policy.gate.set()
         run.result(harness.patience)
@@ -39,7 +48,7 @@ def _run_at_gate(
 @conformance_check()
 def a_timeout_leaves_the_request_in_flight(harness: TransportHarness) -> None:
     """When ``result`` times out it raises TimeoutError, and can be called again for the reply."""
-    _run_at_gate(harness, _time_out_and_retry)
+    _run_at_gate(harness, _time_out_and_retry, 1)
 
 
 def _time_out_and_retry(client: InferenceClient) -> None:
@@ -56,28 +65,32 @@ def _time_out_and_retry(client: InferenceClient) -> None:
 @conformance_check()
 def a_burst_of_timeouts_does_no_damage(harness: TransportHarness) -> None:
     """After many requests were given up in time-outs and cancellations, each later one gets its own reply."""
-    _run_at_gate(harness, _give_up_many)
+    _run_at_gate(harness, _give_up_many, 2)
 
 
-def _give_up_many(client: InferenceClient) -> None:
-    client.submit(request(HELD))
+def _give_up_many(clients: list[InferenceClient]) -> None:
+    holder, other = clients
+    held = holder.submit(request(HELD))
     for value in range(100):
         with raises(TimeoutError):
-            client(request(value), 0.003)
-    for future in [client.submit(request(value)) for value in range(100)]:
-        assert future.cancel()
+            other(request(value), 0.003)
+    at_once = 100 if other is holder else 1
+    for _ in range(0, 100, at_once):
+        for future in [other.submit(request(value)) for value in range(at_once)]:
+            assert future.cancel()
     report()
-    count(client, 1000, 200, 10.0)
+    check_reply(held.result(), HELD)
+    count(other, 1000, 200, 10.0)
 
 
 @conformance_check()
 def a_cancelled_request_is_over(harness: TransportHarness) -> None:
     """``cancel`` ends a request that is in flight, and is refused by one that has its reply."""
-    _run_at_gate(harness, _cancel, max_batch_size=1)
+    _run_at_gate(harness, _cancel, 2, max_batch_size=1)
 
 
-def _cancel(client: InferenceClient) -> None:
-    held, queued = client.submit(request(HELD)), client.submit(request(1))
+def _cancel(clients: list[InferenceClient]) -> None:
+    held, queued = clients[0].submit(request(HELD)), clients[1].submit(request(1))
     with within(AT_ONCE, "cancel()"):
         assert queued.cancel(), "a request in flight could not be cancelled"
     assert queued.done()
@@ -88,13 +101,13 @@ def _cancel(client: InferenceClient) -> None:
     check_reply(held.result(), HELD)
     assert not held.cancel(), "an answered request was cancelled"
     check_reply(held.result(), HELD)
-    check_reply(client(request(2)), 2)
+    check_reply(clients[-1](request(2)), 2)
 
 
 @conformance_check()
 def done_turns_true_without_waiting(harness: TransportHarness) -> None:
     """``done`` never waits, is false before the reply, and turns true although nobody waits."""
-    _run_at_gate(harness, _look_only)
+    _run_at_gate(harness, _look_only, 1)
 
 
 def _look_only(client: InferenceClient) -> None:
@@ -113,28 +126,28 @@ def _look_only(client: InferenceClient) -> None:
 @conformance_check()
 def futures_can_be_awaited(harness: TransportHarness) -> None:
     """Futures can be awaited in asyncio, many at once, and the event loop goes on meanwhile."""
-    _run_at_gate(harness, _await)
+    _run_at_gate(harness, _await, 31)
 
 
-def _await(client: InferenceClient) -> None:
-    asyncio.run(_await_many(client))
+def _await(clients: list[InferenceClient]) -> None:
+    asyncio.run(_await_many(clients))
 
 
-async def _await_many(client: InferenceClient) -> None:
-    values = [HELD, *range(30)]
-
-    async def ask(value: int) -> None:
+async def _await_many(clients: list[InferenceClient]) -> None:
+    async def ask(client: InferenceClient, value: int) -> None:
         future: Any = client.submit(request(value))
         check_reply(await future, value)
 
-    tasks = [asyncio.create_task(ask(value)) for value in values]
+    values = [HELD, *range(len(clients) - 1)]
+    pairs = zip(clients, values, strict=True)
+    tasks = [asyncio.create_task(ask(client, value)) for client, value in pairs]
     await asyncio.sleep(0)  # they are all waiting now, and we are here all the same
     assert not tasks[0].done()
     report()
     await asyncio.gather(*tasks)
 
 
-@conformance_check("shared_clients")
+@conformance_check("shared_clients", "many_in_flight")
 def threads_may_share_a_client(harness: TransportHarness) -> None:
     """Threads that share one client each get their own replies."""
     with serving(harness, AddOne()) as server:
@@ -151,11 +164,11 @@ def _share(client: InferenceClient) -> None:
 @conformance_check("shared_clients")
 def nobody_waits_behind_another_waiter(harness: TransportHarness) -> None:
     """While one thread waits, ``done``, ``result(timeout)`` and the result of an answered request do not."""
-    _run_at_gate(harness, _wait_beside, max_batch_size=1)
+    _run_at_gate(harness, _wait_beside, 2, max_batch_size=1)
 
 
-def _wait_beside(client: InferenceClient) -> None:
-    answered, held = client.submit(request(1)), client.submit(request(HELD))
+def _wait_beside(clients: list[InferenceClient]) -> None:
+    answered, held = clients[0].submit(request(1)), clients[1].submit(request(HELD))
     waiter = ClientRun()
     started = threading.Event()
 

@@ -9,17 +9,18 @@ from tensordict import TensorDict, TensorDictBase
 from meshinfer.inference.protocol import InferenceClient
 from meshinfer.testing.check import conformance_check
 from meshinfer.testing.checks.replies import count
-from meshinfer.testing.harness import TransportHarness
+from meshinfer.testing.harness import TransportHarness, report
 from meshinfer.testing.serving import AddOne, check_reply, request, serving
 
 __all__ = ["CHECKS"]
 
 AT_ONCE = 500
-TIMEOUT = 0.6
+TIMEOUT = 0.5
 """Seconds: of the transport that is kept idle, which must connect within it on a busy machine too."""
+SLOW = 10_000
 
 
-@conformance_check()
+@conformance_check("many_in_flight")
 def a_flood_is_answered_in_full(harness: TransportHarness) -> None:
     """Hundreds of requests that one client submits at once are all answered, while another client is served."""
     policy = AddOne()
@@ -39,26 +40,31 @@ def _flood(client: InferenceClient) -> None:
 
 
 class _Slow(AddOne):
-    """Needs longer than the transport's timeout for the first batch."""
+    """Needs longer than the transport's timeout for a request of :data:`SLOW`."""
 
     def __call__(self, batch: TensorDictBase) -> TensorDict:
-        if not self.batches:
-            threading.Event().wait(2 * TIMEOUT)
-        return super().__call__(batch)
+        result = super().__call__(batch)
+        if SLOW in self.batches[-1]:
+            threading.Event().wait(1.5 * TIMEOUT)
+        return result
 
 
 @conformance_check()
 def idling_and_slow_policies_are_no_timeout(harness: TransportHarness) -> None:
     """Neither a policy that is slower than the transport's timeout nor a longer pause between requests is an error."""
     with serving(harness, _Slow(), options={"timeout": TIMEOUT}) as server:
-        harness.run_client(_pause, server.client()).result(harness.patience)
+        pausing = harness.run_client(_pause, server.client())
+        pausing.next_report(harness.patience)
+        harness.run_client(count, server.client(), SLOW, 1, None).result(harness.patience)
+        pausing.result(harness.patience)
 
 
 def _pause(client: InferenceClient) -> None:
     check_reply(client(request(1)), 1)
-    threading.Event().wait(3 * TIMEOUT)
+    report()
+    threading.Event().wait(2 * TIMEOUT)
     future = client.submit(request(2))
-    threading.Event().wait(TIMEOUT)
+    threading.Event().wait(0.5 * TIMEOUT)
     check_reply(future.result(), 2)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from meshinfer.inference.protocol import InferenceClient
 from meshinfer.testing.check import conformance_check
 from meshinfer.testing.expect import raises
 from meshinfer.testing.harness import TransportHarness
-from meshinfer.testing.serving import AddOne, check_reply, request, serving
+from meshinfer.testing.serving import AddOne, check_reply, clients_for, request, serving
 
 __all__ = ["CHECKS"]
 
@@ -65,9 +65,7 @@ def _echo(batch: TensorDictBase) -> TensorDictBase:
 
 def _send_random(clients: list[InferenceClient], specs: Specs) -> None:
     payloads = [_random_payload(specs, seed) for seed in range(9)]
-    futures = [
-        client.submit(payload) for client, payload in zip(clients * 3, payloads, strict=True)
-    ]
+    futures = [client.submit(payload) for client, payload in zip(clients, payloads, strict=True)]
     for future, payload in zip(futures, payloads, strict=True):
         _check_same(future.result(), payload)
 
@@ -76,7 +74,8 @@ def _check_payloads(harness: TransportHarness, specs: Specs) -> None:
     example = _random_payload(specs, 0)
     for batch in (None, 3):
         with serving(harness, _echo, (example, example), batch=batch) as server:
-            run = harness.run_client(_send_random, server.clients(3), specs)
+            clients = server.clients(3) * 3 if harness.many_in_flight else server.clients(9)
+            run = harness.run_client(_send_random, clients, specs)
             run.result(harness.patience)
 
 
@@ -129,23 +128,19 @@ def a_bad_request_is_refused_where_it_was_made(harness: TransportHarness) -> Non
     """A request unlike the spec raises at its client, naming key, expected and found; no other request suffers."""
     policy = AddOne()
     with serving(harness, policy) as server:
-        clients = server.clients(3)
-        functions: list[Callable[..., Any]] = [_send_wrong, _send_good, _send_good]
-        runs = [
-            harness.run_client(function, client)
-            for function, client in zip(functions, clients, strict=True)
-        ]
+        runs = [harness.run_client(_send_wrong, clients_for(harness, server, 2))]
+        runs += [harness.run_client(_send_good, client) for client in server.clients(2)]
         for run in runs:
             run.result(harness.patience)
     arrived = {value for batch in policy.batches for value in batch}
     assert arrived == {*range(100, 105), *range(200, 230)}, f"the policy saw {arrived}"
 
 
-def _send_wrong(client: InferenceClient) -> None:
+def _send_wrong(clients: list[InferenceClient]) -> None:
     for value, (payload, words) in enumerate(_wrong_requests(), start=100):
-        future = client.submit(request(value))
+        future = clients[value % 2].submit(request(value))
         with raises((ValueError, TypeError), *words):
-            client.submit(payload)
+            clients[1 - value % 2].submit(payload)
         check_reply(future.result(), value)
 
 

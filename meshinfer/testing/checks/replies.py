@@ -14,6 +14,7 @@ from meshinfer.testing.harness import TransportHarness
 from meshinfer.testing.serving import (
     AddOne,
     check_reply,
+    clients_for,
     request,
     request_spec,
     response_spec,
@@ -65,19 +66,20 @@ def replies_may_be_collected_in_any_order(harness: TransportHarness) -> None:
     """The replies to many requests in flight may be collected in any order, and more than once."""
     with serving(harness, AddOne()) as server:
         for collect in (_backwards, _shuffled):
-            harness.run_client(collect, server.client()).result(harness.patience)
+            clients = clients_for(harness, server, 30)
+            harness.run_client(collect, clients).result(harness.patience)
 
 
-def _backwards(client: InferenceClient) -> None:
-    _collect(client, list(reversed(range(30))))
+def _backwards(clients: list[InferenceClient]) -> None:
+    _collect(clients, list(reversed(range(30))))
 
 
-def _shuffled(client: InferenceClient) -> None:
-    _collect(client, random.Random(0).sample(range(30), 30))
+def _shuffled(clients: list[InferenceClient]) -> None:
+    _collect(clients, random.Random(0).sample(range(30), 30))
 
 
-def _collect(client: InferenceClient, order: list[int]) -> None:
-    futures = [client.submit(request(value)) for value in range(len(order))]
+def _collect(clients: list[InferenceClient], order: list[int]) -> None:
+    futures = [client.submit(request(value)) for value, client in enumerate(clients)]
     for value in order + order:
         check_reply(futures[value].result(), value)
 

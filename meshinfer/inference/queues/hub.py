@@ -1,0 +1,305 @@
+"""The server's side as a whole: one thread that accepts, receives, and writes what clients did not take at once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from meshinfer.inference.queues.address import Address, listen, make_hello, objection_to_peer
+from meshinfer.inference.queues.codec import Packer
+from meshinfer.inference.queues.forks import let_go_in_forks
+from meshinfer.inference.queues.session import Request, Session
+from meshinfer.inference.queues.wire import STAGING_BYTES
+
+__all__ = ["Hub"]
+
+logger = logging.getLogger("meshinfer.queues")
+
+_GOODBYE_SECONDS: Final = 2.0
+_STUCK_SECONDS: Final = 1.0
+_REST_SECONDS: Final = 1.0
+_NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Hub:
+    """Admits clients and collects their requests.
+
+    It needs one descriptor for each client, three of its own, and one thread, whatever clients there are. That thread
+    waits for all of them at once and for none of them: what a client has sent is kept until its message is complete.
+
+    Args:
+        address: where to listen.
+
+    Raises:
+        ValueError: another server listens there.
+        OSError: there are no descriptors left.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.pending: deque[Request] = deque()
+        self.on_ready: Callable[[], None] | None = None
+        self.packer = Packer("reply")
+        self.staging = memoryview(bytearray(STAGING_BYTES))
+        self.lost = 0
+        self.forked_from = 0
+        self._sessions: dict[int, Session] = {}
+        self._clients: set[Session] = set()
+        self._calls: deque[Session] = deque()
+        self._joins = 0
+        self._arrived = False
+        self._closing = False
+        self._said_goodbye = False
+        self._work = threading.Event()
+        self._changed = threading.Condition()
+        self._bell_lock = threading.RLock()  # the garbage collector may close us anywhere
+        self._bell = -1
+        self._listener = listen(address)
+        try:
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._epoll = select.epoll()
+        except OSError:
+            self._listener.close()
+            if self._bell >= 0:
+                os.close(self._bell)
+            raise
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._rest_until: float | None = None
+        self._thread = threading.Thread(target=self._run, name="meshinfer-queue", daemon=True)
+        let_go_in_forks(self)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended, or is about to."""
+        return self._closing
+
+    @property
+    def clients(self) -> int:
+        """Clients connected now."""
+        return len(self._clients)
+
+    def wake(self) -> None:
+        """Make :meth:`wait_for_work` return."""
+        self._work.set()
+
+    def wait_for_work(self, timeout: float | None) -> bool:
+        """Until a request is ready, the hub closes or is woken."""
+        if not self.pending and not self._closing:
+            self._work.wait(timeout)
+        self._work.clear()
+        return bool(self.pending)
+
+    def take(self, max_items: int) -> list[Request]:
+        """At most ``max_items`` waiting requests, oldest first; those of clients that have gone are dropped."""
+        found: list[Request] = []
+        with contextlib.suppress(IndexError):  # there are no more
+            while len(found) < max_items:
+                request = self.pending.popleft()
+                if not request.session.over:
+                    found.append(request)
+        return found
+
+    def wait_until_left(self, num_clients: int | None, timeout: float | None = None) -> bool:
+        """Until ``num_clients`` (at least one) have joined and all have left; ``False`` when ``timeout`` runs out."""
+        needed = 1 if num_clients is None else num_clients
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closing or (not self._sessions and self._joins >= needed), timeout
+            )
+
+    def attend(self, session: Session) -> None:
+        """The thread has to look at what ``session`` waits for."""
+        self._calls.append(session)
+        if threading.current_thread() is not self._thread:
+            self._ring()
+
+    def close(self, *, silently: bool = False) -> None:
+        """Tell every client, write what still waits for them for at most two seconds, and end. Idempotent.
+
+        Args:
+            silently: say nothing, since another server takes over.
+        """
+        with self._changed:
+            if self.forked_from:
+                return
+            first, self._closing = not self._closing, True
+            self._changed.notify_all()
+        if first:
+            self._stop_serving(silently)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_GOODBYE_SECONDS + _STUCK_SECONDS)
+            if self._thread.is_alive():  # it computes: its clients should not wait for that
+                for session in list(self._sessions.values()):
+                    session.cut()
+
+    def _stop_serving(self, silently: bool) -> None:
+        with contextlib.suppress(OSError):  # a listening socket may say that it is not connected
+            self._listener.shutdown(socket.SHUT_RDWR)  # from now on nobody can connect
+        if not silently:
+            for session in list(self._sessions.values()):
+                session.say_goodbye()
+        self._said_goodbye = True
+        self.pending.clear()
+        self._work.set()
+        self._ring()
+
+    def forked(self) -> None:
+        """In a forked child: let go of the sockets, and of locks that nobody here will release."""
+        self.forked_from = os.getppid()
+        self._closing = True
+        self._changed, self._work = threading.Condition(), threading.Event()
+        self._bell_lock, bell, self._bell = threading.RLock(), self._bell, -1
+        for session in self._sessions.values():
+            session.forked()
+        self._listener.close()
+        self._epoll.close()
+        if bell >= 0:
+            os.close(bell)
+
+    def _ring(self) -> None:
+        with self._bell_lock:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    # The thread. Sessions call the three methods that follow from there.
+
+    def ready(self, request: Request) -> None:
+        """A request is complete."""
+        if not self._closing:
+            self.pending.append(request)
+            self._arrived = True
+
+    def admit(self, session: Session) -> None:
+        """A client has proved itself."""
+        with self._changed:
+            self._joins += 1
+            self._clients.add(session)
+        logger.debug("client %d joined %s", session.fd, self.address)
+        if self._closing:
+            session.say_goodbye()
+
+    def end(self, session: Session, lost: str) -> None:
+        """A client has left, or was ``lost`` for this reason."""
+        self._epoll.unregister(session.fd)
+        session.close()
+        if lost and not self._closing:
+            logger.warning("client %d of %s was lost: %s", session.fd, self.address, lost)
+            self.lost += 1
+        else:
+            logger.debug("client %d of %s left", session.fd, self.address)
+        with self._changed:
+            del self._sessions[session.fd]
+            self._clients.discard(session)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while not self._said_goodbye:
+                self._turn(self._patience())
+            self._write_last_words()
+        except Exception:
+            logger.exception("the thread of %s failed", self.address)
+        finally:
+            self._let_go()
+
+    def _turn(self, timeout: float | None) -> None:
+        """Wait for events and handle them; then have everything served that has arrived."""
+        for fd, events in self._epoll.poll(timeout):
+            if fd == self._bell:
+                os.eventfd_read(fd)
+            elif (session := self._sessions.get(fd)) is not None:
+                session.handle(events)
+                self._update(session)
+            elif not self._closing:
+                self._accept()
+        if self._arrived:
+            self._arrived = False
+            if (callback := self.on_ready) is not None:
+                callback()
+            else:
+                self._work.set()
+        while self._calls:
+            self._update(self._calls.popleft())
+
+    def _update(self, session: Session) -> None:
+        if session.over:
+            return
+        wanted = session.interest()
+        if wanted != session.registered:
+            session.registered = wanted
+            self._epoll.modify(session.fd, wanted)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            logger.error(
+                "no room for another client of %s beside %d: %s; raise ulimit -n",
+                self.address,
+                len(self._sessions),
+                error.strerror,
+            )
+            return self._rest()
+        objection = objection_to_peer(connection)
+        if objection:
+            logger.warning("a client of %s was refused: %s", self.address, objection)
+            return connection.close()
+        session = Session(self, connection, make_hello())
+        with self._changed:
+            self._sessions[session.fd] = session
+        self._epoll.register(session.fd, session.registered)
+
+    def _rest(self) -> None:
+        """Accept nobody for a second: those who wait would be announced without end."""
+        self._epoll.modify(self._listener.fileno(), 0)
+        self._rest_until = time.monotonic() + _REST_SECONDS
+
+    def _patience(self) -> float | None:
+        if self._rest_until is None:
+            return None
+        left = self._rest_until - time.monotonic()
+        if left > 0:
+            return left
+        self._rest_until = None
+        self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
+        return None
+
+    def _write_last_words(self) -> None:
+        self._epoll.unregister(self._listener.fileno())
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        while (left := deadline - time.monotonic()) > 0 and self._waiting(self._sessions.values()):
+            self._turn(left)
+
+    @staticmethod
+    def _waiting(sessions: Iterable[Session]) -> bool:
+        return any(session.has_mail for session in sessions)
+
+    def _let_go(self) -> None:
+        with self._changed:
+            self._closing = True
+            for session in self._sessions.values():
+                session.close()
+            self._sessions.clear()
+            self._clients.clear()
+            self._changed.notify_all()
+        self._listener.close()
+        self._epoll.close()
+        with self._bell_lock:
+            os.close(self._bell)
+            self._bell = -1
+        self._work.set()

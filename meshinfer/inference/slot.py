@@ -1,0 +1,300 @@
+"""Between threads of one process: payloads of one structure, in rows."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+
+from meshinfer.arguments import as_count
+from meshinfer.inference.exchange import LocalRequest, Member
+from meshinfer.inference.interaction import current_interaction
+from meshinfer.inference.local import LocalClient, LocalTransport
+from meshinfer.inference.rowwise import row_layouts, version_of
+from meshinfer.inference.version import stamped
+from meshinfer.items import check_collection, split_items
+from meshinfer.layout import PayloadLayout
+from meshinfer.rows import RowBlock, read_rows
+from meshinfer.slots import Slot, SlotBank
+from meshinfer.specs import short_key
+
+__all__ = ["SlotClient", "SlotTransport"]
+
+_EXTRA_ROWS = 64
+"""Rows that are kept beyond one for each slot: for clients with more than one request in flight."""
+
+
+class _Request(LocalRequest):
+    """One request and the row that it is packed in, until that is released."""
+
+    __slots__ = ("_rows", "frame")
+
+    def __init__(self, member: Member, interaction: int, rows: _Rows, frame: Slot) -> None:
+        super().__init__(member, interaction)
+        self._rows = rows
+        self.frame: Slot | None = frame
+
+    def release(self) -> None:
+        """The row has been read, or never will be."""
+        frame, self.frame = self.frame, None
+        if frame is not None:
+            self._rows.give_back(frame)
+
+    withdrawn = release
+
+
+class _Rows:
+    """The layout of requests, and rows to pack them into."""
+
+    def __init__(self, num_slots: int, layout: PayloadLayout | None) -> None:
+        self.num_slots = num_slots
+        self.layout: PayloadLayout | None = None
+        self._derived = layout is None
+        self._fixing = threading.Lock()
+        self._free: list[Slot] = []
+        self._made = itertools.count()
+        self._bank: SlotBank
+        if layout is not None:
+            self._lay_out(layout)
+
+    def pack(self, member: Member, payload: TensorDictBase) -> _Request:
+        """A request with a copy of ``payload``; the first one fixes the layout where none was declared."""
+        layout = self.layout or self._fix(payload)
+        frame = self._take(layout)
+        try:
+            layout.pack(payload, frame.views)
+            if self._derived:
+                _refuse_more(layout, payload)
+        except (TypeError, ValueError) as error:
+            self.give_back(frame)
+            if self._derived:
+                raise _explained(error) from error
+            raise
+        return _Request(member, current_interaction(), self, frame)
+
+    def give_back(self, frame: Slot) -> None:
+        """The row may take another request."""
+        if len(self._free) < self.num_slots + _EXTRA_ROWS:
+            self._free.append(frame)
+
+    def _take(self, layout: PayloadLayout) -> Slot:
+        try:
+            return self._free.pop()  # the one that was used last is the one that is cached
+        except IndexError:
+            index = next(self._made)
+        return self._bank[index] if index < self.num_slots else SlotBank(layout, 1)[0]
+
+    def _fix(self, payload: TensorDictBase) -> PayloadLayout:
+        check_collection(payload)
+        with self._fixing:
+            if self.layout is not None:
+                return self.layout  # another thread was first
+            try:
+                layout = PayloadLayout.from_spec(payload)
+                trial = SlotBank(layout, 1)[0]
+                layout.pack(payload, trial.views)  # what cannot be packed fixes nothing
+            except (TypeError, ValueError) as error:
+                raise _explained(error) from error
+            self._lay_out(layout)
+            return layout
+
+    def _lay_out(self, layout: PayloadLayout) -> None:
+        try:
+            self._bank = SlotBank(layout, self.num_slots)
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(
+                f"num_slots={self.num_slots}: rows of {layout.row_bytes} bytes for so many do not fit into memory"
+            ) from error
+        self.layout = layout
+
+
+def _explained(error: Exception) -> Exception:
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(
+        f"{error}. The first request fixes what transport='slot' takes; declare request_spec to have "
+        "other keys left out, or use transport='queue', which takes any payload"
+    )
+
+
+def _refuse_more(layout: PayloadLayout, payload: TensorDictBase) -> None:
+    """Nothing is left out silently where nobody said what belongs to a request."""
+    if type(payload) is TensorDict and _count(payload) == len(layout.leaves):
+        return
+    declared = {leaf.key for leaf in layout.leaves}
+    for key in _keys(payload, ()):
+        if key not in declared:
+            raise ValueError(
+                f"request {short_key(key)!r}: expected no such key, as in the first request"
+            )
+
+
+def _count(node: TensorDict) -> int:
+    return sum(_count(value) if type(value) is TensorDict else 1 for value in node.values())
+
+
+def _keys(node: Any, prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for key, value in node.items():
+        if is_tensor_collection(value) and not is_non_tensor(value):
+            yield from _keys(value, (*prefix, key))
+        else:
+            yield (*prefix, key)
+
+
+class _Staging:
+    """Room for a batch of requests, whose layout may not be known yet."""
+
+    def __init__(self, capacity: int, layout: PayloadLayout | None) -> None:
+        self._capacity = as_count("capacity", capacity)
+        self._block = None if layout is None else RowBlock(layout, capacity)
+
+    def block(self, layout: PayloadLayout) -> RowBlock:
+        """The rows."""
+        if self._block is None:
+            self._block = RowBlock(layout, self._capacity)
+        return self._block
+
+
+class SlotClient(LocalClient):
+    """A client of a :class:`SlotTransport`. Threads may share it."""
+
+
+class SlotTransport(LocalTransport):
+    """Requests of one structure between threads of one process, one slot for each environment.
+
+    A request is packed into a row by the thread that sends it, and whole batches of rows are gathered; no lock is held
+    on the way. A client may have more than one request in flight; those beyond the slots take rows that are made for
+    them. Implements :class:`~meshinfer.inference.protocol.BatchedTransport`.
+
+    Args:
+        num_slots: clients at once, at most; one that is closed or dropped makes room for another.
+        request_spec: example of one request; its keys travel, others are left out. Without it the first request fixes
+            keys, shapes and dtypes, and one that differs is refused. CPU tensors. Goes with ``response_spec``.
+        response_spec: example of one reply, with the same ``batch_size``. Without it a reply has all that the policy
+            returns.
+
+    Raises:
+        ValueError, TypeError: an argument cannot work; says which and what to give instead.
+    """
+
+    transport_kind = "slot"
+    client_class = SlotClient
+
+    def __init__(
+        self, num_slots: int, *, request_spec: Any = None, response_spec: Any = None
+    ) -> None:
+        as_count("num_slots", num_slots)
+        if (request_spec is None) != (response_spec is None):
+            raise ValueError("request_spec and response_spec go together: give both, or neither")
+        layout = None
+        self.response_layout: PayloadLayout | None = None
+        if request_spec is not None:
+            layout, self.response_layout = row_layouts(request_spec, response_spec)
+        self.num_slots = num_slots
+        self._rows = _Rows(num_slots, layout)
+        leaves = self.response_layout.leaves if self.response_layout is not None else ()
+        self._declared = frozenset(leaf.key for leaf in leaves)
+        super().__init__(self._rows.pack, num_slots=num_slots)
+
+    @property
+    def request_layout(self) -> PayloadLayout | None:
+        """What requests look like; ``None`` until it is known."""
+        return self._rows.layout
+
+    def drain(self, max_items: int) -> tuple[list[TensorDictBase], list[Any]]:
+        """At most ``max_items`` waiting requests as independent TensorDicts, and a handle for each."""
+        payloads, requests, _ = self.drain_with_timing(max_items)
+        return payloads, requests
+
+    def drain_with_timing(
+        self, max_items: int
+    ) -> tuple[list[TensorDictBase], list[Any], list[float]]:
+        """As :meth:`drain`, with the ``time.perf_counter()`` at which each request was sent."""
+        requests = self.drain_slots(max_items)
+        payloads: list[TensorDictBase] = []
+        for request in requests:
+            payloads.append(self._known().unpack(request.frame.views))
+            request.release()
+        return payloads, requests, [request.arrived for request in requests]
+
+    def drain_slots(self, max_items: int) -> list[Any]:
+        """At most ``max_items`` waiting requests, oldest first, still in their rows."""
+        return self._exchange.take(max_items)
+
+    def request_batch(self, capacity: int) -> _Staging:
+        """Staging for ``capacity`` requests."""
+        return _Staging(capacity, self._rows.layout)
+
+    def response_batch(self, capacity: int) -> None:
+        """Nothing: replies need no staging between threads."""
+
+    def gather_requests(self, slots: Sequence[Any], out: _Staging) -> TensorDictBase:
+        """The policy's input: the requests' batch dimensions are flattened into one. Valid until the next gather."""
+        layout = self._known()
+        if len(slots) == 1:  # read in place: it is released when it has been answered
+            frame = slots[0].frame
+            return read_rows(layout, frame.block_views, frame.block)
+        batch = out.block(layout).gather([request.frame.row for request in slots])
+        for request in slots:
+            request.release()
+        return batch
+
+    def resolve_batch(
+        self,
+        slots: Sequence[Any],
+        results: TensorDictBase,
+        out: None = None,
+        *,
+        policy_version: int | None = None,
+    ) -> None:
+        """Give each request its rows of ``results``, in memory of their own.
+
+        Args:
+            slots: the requests, as gathered.
+            results: leading dimension ``len(slots)`` times the ``batch_size`` of one request.
+            out: nothing.
+            policy_version: of the weights that computed ``results``.
+
+        Raises:
+            KeyError, ValueError, TypeError: ``results`` does not have what the response spec declares; nobody was
+                answered.
+        """
+        replies = self._split(results, len(slots), policy_version)
+        for request, reply in zip(slots, replies, strict=True):
+            request.release()
+            request.answer(reply)
+
+    def resolve(self, callback: Any, result: TensorDictBase) -> None:
+        """Give ``result``, of the ``batch_size`` of a request, to the client behind ``callback``."""
+        rows = result.reshape(-1) if result.batch_dims else result.unsqueeze(0)
+        declared = self.response_layout is not None  # else the version comes along as any other key
+        version = version_of(result, self.policy_version_key) if declared else None
+        self.resolve_batch([callback], rows, policy_version=version)
+
+    def resolve_exception(self, callback: Any, exc: BaseException) -> None:
+        """Make the client behind ``callback`` raise a copy of ``exc``."""
+        callback.release()
+        super().resolve_exception(callback, exc)
+
+    def _split(
+        self, results: TensorDictBase, count: int, version: int | None
+    ) -> list[TensorDictBase]:
+        key, layout = self.policy_version_key, self.response_layout
+
+        def stamp(rows: TensorDictBase) -> TensorDictBase:
+            return rows if version is None or key is None else stamped(rows, key, version)
+
+        if layout is None:
+            results = stamp(results)
+        elif key in self._declared:  # then the policy need not return it
+            results = layout.select_rows(stamp(results), count)
+        else:
+            results = stamp(layout.select_rows(results, count))
+        return split_items(results, count, self._known().batch_size)
+
+    def _known(self) -> PayloadLayout:
+        layout = self._rows.layout
+        assert layout is not None  # there was a request
+        return layout
