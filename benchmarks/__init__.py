@@ -1,17 +1,19 @@
 """Speed of meshinfer beside its peers, every number taken on one machine in one run.
 
-`python -m benchmarks` runs everything; `python -m benchmarks --quick` takes under a minute.
+`python -m benchmarks distributed` and `python -m benchmarks local` run one suite, `python -m benchmarks` both, and
+`--quick` takes under a minute for each.
 
     workload.py   what one client sends and how many clients there are
-    suites.py     which peers meet over which workload, and the goals that the numbers are held to
+    suites.py     which peers meet over which transport and workload, and the goals that the numbers are held to
     policy.py     the policy that every server serves
-    peers/        one file per peer: how its server starts and how its client asks
-    conductor.py  one peer under one workload: a server process and its client processes
+    peers/        how each peer's server starts and how its client asks
+    conductor.py  one peer under one workload: a server and its clients, in processes or in threads
     contestant.py the harness's end of a conductor: commands, deadlines, the kill at the end
     harness.py    the rounds, interleaved
     machine.py    which machine and commit it was
     torchrl_env.py  TorchRL's own virtual environment
     report.py     table, goals, JSON
+    profile_slots.py  where the time of a request through shared memory goes; a command of its own
 
-A new transport is one file in `peers/` and one entry in a suite.
+A new transport is one function in `peers/` and one entry in a suite.
 """

@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks [distributed] [options]`."""
+"""The command line: `python -m benchmarks [distributed | local] [options]`."""
 
 from __future__ import annotations
 
@@ -20,34 +20,38 @@ from .suites import SUITES, Comparison, Entry, Suite
 _LOGGER = logging.getLogger("benchmarks")
 _QUICK_ROUNDS, _QUICK_SECONDS = 3, 0.4
 # Many short bursts, not few long ones: other work on the machine comes in spells of seconds.
-_ROUNDS, _SECONDS = 9, 0.7
+_ROUNDS, _SECONDS = 9, 0.6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one suite, print its table and goals, write its JSON; 1 if anything failed to run."""
+    """Run one suite, or each, print table and goals, write JSON; 1 if anything failed to run."""
     options = _options(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     # As an exception, so that a terminated run still ends the processes that it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    suite = SUITES[options.suite]
-    context: dict[str, Any] = {"suite": options.suite, **machine.describe()}
+    return max(_measure(name, options) for name in options.suites)
+
+
+def _measure(name: str, options: argparse.Namespace) -> int:
+    suite = SUITES[name]
+    context: dict[str, Any] = {"suite": name, **machine.describe()}
     notes: list[str] = []
     comparisons = _chosen(suite, options, notes)
     began = time.monotonic()
     results = _run(comparisons, _plan(options))
     context.update(seconds=round(time.monotonic() - began), notes=notes)
-    report.write_json(options.json or _default_path(options), suite, results, context)
-    print(_text(suite, results, context))
+    report.write_json(options.json or _default_path(name, options.quick), suite, results, context)
+    print(_text(suite, results, context), flush=True)
     return _status(suite, results, options.check)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     add = parser.add_argument
-    add("suite", nargs="?", default="distributed", choices=SUITES)
+    add("suite", nargs="?", choices=SUITES, help="default: each of them, one after the other")
     add("--rounds", type=int, help=f"bursts per peer; medians are taken (default {_ROUNDS})")
     add("--seconds", type=float, help=f"length of one burst (default {_SECONDS})")
-    add("--quick", action="store_true", help="few short rounds, one client, under a minute")
+    add("--quick", action="store_true", help="few short rounds, few clients, under a minute")
     add("--peers", help="only these peers, separated by commas")
     add("--only", default="", help="only the comparisons whose name contains this")
     add("--torchrl-python", type=Path, default=REPOSITORY / ".venv-torchrl" / "bin" / "python")
@@ -68,7 +72,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
     if options.seconds is not None and not options.seconds > 0:
         parser.error(f"--seconds must be above 0, got {options.seconds}")
-    comparisons = SUITES[options.suite].comparisons
+    options.suites = list(SUITES) if options.suite is None else [options.suite]
+    if options.json is not None and len(options.suites) > 1:
+        parser.error(f"--json is one record: name the suite, one of {', '.join(SUITES)}")
+    comparisons = [c for name in options.suites for c in SUITES[name].comparisons]
     if not any(options.only in comparison.name for comparison in comparisons):
         names = "; ".join(comparison.name for comparison in comparisons)
         parser.error(f"--only {options.only!r} is in no comparison's name; there are: {names}")
@@ -79,9 +86,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _default_path(options: argparse.Namespace) -> Path:
+def _default_path(suite: str, quick: bool) -> Path:
     # A quick run must not overwrite the record of a whole one.
-    name = f"{options.suite}-quick.json" if options.quick else f"{options.suite}.json"
+    name = f"{suite}-quick.json" if quick else f"{suite}.json"
     return REPOSITORY / "benchmarks" / "results" / name
 
 
@@ -101,7 +108,7 @@ def _chosen(suite: Suite, options: argparse.Namespace, notes: list[str]) -> list
     wanted = [c for c in suite.comparisons if options.only in c.name]
     if options.quick:
         wanted = [c for c in wanted if c.quick]
-        notes.append("quick: few short rounds, one client; no figures for several clients")
+        notes.append("quick: few short rounds, and not every comparison")
     peers = {entry.peer for comparison in wanted for entry in comparison.entries}
     peers &= options.peers
     if "torchrl" in peers and not _torchrl_usable(options, notes):
@@ -136,7 +143,7 @@ def _text(suite: Suite, results: dict[Entry, Result], context: dict[str, Any]) -
     parts = [
         head,
         report.table(suite, results),
-        report.METHODS,
+        report.methods(results),
         report.goals(suite, results),
         "\n".join(f"NOTE {note}" for note in context["notes"]),
         report.failures(results),

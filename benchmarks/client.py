@@ -1,4 +1,4 @@
-"""One client process: it connects, warms up, and runs a closed loop whenever it is told to."""
+"""One client: it connects, warms up, and runs a closed loop whenever it is told to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WARMUP_REQUESTS = 20
 
 
 def client_main(connector: Connector, workload: Workload, client: int, pipe: Connection) -> None:
-    """Serve the conductor's commands; the first failure is sent to it and ends the process."""
+    """Serve the conductor's commands; the first failure is sent to it and ends the client."""
     try:
         _obey(connector, workload, client, pipe)
     except BaseException:
@@ -26,7 +26,6 @@ def client_main(connector: Connector, workload: Workload, client: int, pipe: Con
 
 
 def _obey(connector: Connector, workload: Workload, client: int, pipe: Connection) -> None:
-    connector.prepare()
     pipe.recv()
     session = connector.connect(workload, client)
     _check_reply(session, workload, client)

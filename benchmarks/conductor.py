@@ -1,6 +1,7 @@
 """One peer under one workload, obeying the harness: `python -m benchmarks.conductor`.
 
-It runs in the peer's own interpreter and is the parent of the server and of every client.
+It runs in the peer's own interpreter and is the parent of the server and of every client, or, where these are threads,
+their process.
 Commands and answers are JSON objects over the inherited connection whose number it is given.
 """
 
@@ -15,30 +16,36 @@ import time
 import traceback
 from array import array
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from threading import Thread
 from typing import Any
 
 from .client import client_main
-from .peers import Connector, load_peer
+from .peers import IN_THREADS, START_METHOD, Connector, load_peer
 from .workload import WORKLOADS, Workload
 
 # Only a backstop: the harness has a deadline for each command and gives up first.
 CLIENT_SECONDS = 300.0
 _HEAD_START_SECONDS = 0.05
+_HEAD_START_SECONDS_PER_CLIENT = 0.001
 
 
 class _Client:
-    """The conductor's end of one client process."""
+    """The conductor's end of one client, which is a process or, `in_threads`, a thread."""
 
-    def __init__(self, connector: Connector, workload: Workload, number: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(
+        self, connector: Connector, workload: Workload, number: int, in_threads: bool
+    ) -> None:
         self._number = number
-        self._pipe, theirs = context.Pipe()
+        self._pipe, theirs = multiprocessing.Pipe()
         arguments = (connector, workload, number, theirs)
-        self._process = context.Process(target=client_main, args=arguments, daemon=True)
-        self._process.start()
-        # With this copy closed, the death of the process ends the pipe and no read hangs.
-        theirs.close()
+        make: Any = Thread if in_threads else multiprocessing.get_context(START_METHOD).Process
+        self._body = make(target=client_main, args=arguments, daemon=True)
+        self._body.start()
+        if not in_threads:
+            # With this copy closed, the death of the process ends the pipe and no read hangs.
+            theirs.close()
 
     def tell(self, command: Any) -> None:
         self._pipe.send(command)
@@ -50,7 +57,7 @@ class _Client:
         try:
             status, value = self._pipe.recv()
         except EOFError:
-            raise RuntimeError(f"client {self._number} died: {self._process!r}") from None
+            raise RuntimeError(f"client {self._number} died: {self._body!r}") from None
         if status == "failed":
             raise RuntimeError(f"client {self._number} failed:\n{value}")
         return value
@@ -59,20 +66,27 @@ class _Client:
 class Conductor:
     """The commands that the harness may send, one method each."""
 
-    def __init__(self, peer: str, workload: str) -> None:
+    def __init__(self, peer: str, transport: str, workload: str) -> None:
         self._peer = load_peer(peer)
         self._workload = WORKLOADS[workload]
-        self._service = self._peer.open_service(self._workload)
+        self._in_threads = transport in IN_THREADS
+        if not self._in_threads:
+            # It imports while we do.
+            multiprocessing.set_forkserver_preload(list(self._peer.MODULES))
+            forkserver.ensure_running()
+        self._service = self._peer.open_service(self._workload, transport)
         self._clients: list[_Client] = []
         self._connected = 0
 
     def launch(self) -> dict[str, Any]:
-        """Start the server and, beside it, client processes that do not connect yet."""
+        """Start the server and then clients that do not connect yet."""
+        connectors = self._service.connectors()
+        server_pid = self._service.start()
         self._clients = [
-            _Client(connector, self._workload, number)
-            for number, connector in enumerate(self._service.connectors())
+            _Client(connector, self._workload, number, self._in_threads)
+            for number, connector in enumerate(connectors)
         ]
-        return {"server_pid": self._service.start(), "versions": self._versions()}
+        return {"server_pid": server_pid, "versions": self._versions()}
 
     def connect(self, clients: int) -> dict[str, Any]:
         """Connect and warm up clients until there are `clients` of them."""
@@ -83,9 +97,16 @@ class Conductor:
 
     def measure(self, seconds: float) -> dict[str, Any]:
         """All clients at once in a closed loop for `seconds`."""
-        start = time.monotonic() + _HEAD_START_SECONDS
+        forward = self._forward()
+        head_start = _HEAD_START_SECONDS + _HEAD_START_SECONDS_PER_CLIENT * len(self._clients)
+        start = time.monotonic() + head_start
         answers = self._ask(self._clients, (start, start + seconds))
-        return summarise([array("d", answer) for answer in answers])
+        summary = summarise([array("d", answer) for answer in answers])
+        if forward is not None:
+            alone = len(self._clients) == 1
+            each = summary["p50_us"] if alone else 1e6 / summary["rate"]
+            summary["overhead_us"] = each - 1e6 * forward
+        return summary
 
     def stop(self) -> dict[str, Any]:
         """Close the clients, then the server."""
@@ -97,6 +118,14 @@ class Conductor:
         for client in clients:
             client.tell(command)
         return [client.answer() for client in clients]
+
+    def _forward(self) -> float | None:
+        """Seconds of a bare forward pass for each of its rows, where server and clients share our process."""
+        if not self._in_threads:
+            return None
+        from .policy import forward_seconds
+
+        return forward_seconds(self._workload) / self._workload.clients
 
     def _versions(self) -> dict[str, str]:
         versions = {"python": platform.python_version()}
@@ -135,11 +164,11 @@ def _commands(harness: Connection) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, arguments
 
 
-def main(peer: str, workload: str, descriptor: str) -> int:
+def main(peer: str, transport: str, workload: str, descriptor: str) -> int:
     """Answer commands until `stop`, a failure, or the end of the harness."""
     harness = Connection(int(descriptor))
     try:
-        conductor = Conductor(peer, workload)
+        conductor = Conductor(peer, transport, workload)
         for name, arguments in _commands(harness):
             answer = getattr(conductor, name)(**arguments)
             harness.send_bytes(json.dumps(answer).encode())

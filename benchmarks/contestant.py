@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -37,9 +37,9 @@ class Contestant:
         self.versions: dict[str, str] = {}
         self._connection, theirs = multiprocessing.Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `kill`)
-        command = [python, "-m", "benchmarks.conductor", entry.peer, entry.workload.name]
+        what = (entry.peer, entry.transport, entry.workload.name, str(theirs.fileno()))
         self._process = subprocess.Popen(
-            [*command, str(theirs.fileno())],
+            [python, "-m", "benchmarks.conductor", *what],
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
@@ -77,6 +77,13 @@ class Contestant:
     def stop(self) -> None:
         """The orderly end, which is part of what is under test."""
         self._call("stop", _STOP_SECONDS)
+        # What it would remove at exit, named semaphores for one, stays if it is killed on the way.
+        descriptor = os.pidfd_open(self._process.pid)
+        try:
+            if not multiprocessing.connection.wait([descriptor], _STOP_SECONDS):
+                raise ContestantFailed(f"did not exit within {_STOP_SECONDS:.0f} s")
+        finally:
+            os.close(descriptor)
 
     def kill(self) -> None:
         """End every process of the group, whatever state it is in; harmless when repeated."""

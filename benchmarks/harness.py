@@ -68,8 +68,7 @@ def _start(contestant: Contestant, result: Result) -> None:
     began = time.monotonic()
     result.cost = contestant.start()
     result.versions = contestant.versions
-    name = f"{result.entry.peer}, {result.entry.workload.name}"
-    _LOGGER.info("%s: up in %.1f s", name, time.monotonic() - began)
+    _LOGGER.info("%s: up in %.1f s", result.entry.name, time.monotonic() - began)
 
 
 def _burst(contestant: Contestant, result: Result, number: int, seconds: float) -> None:
@@ -94,5 +93,4 @@ def _guarded(
         result.failure = str(exc)
         # At once: what is left of it must not disturb the others.
         contestant.kill()
-        name = f"{result.entry.peer}, {result.entry.workload.name}"
-        _LOGGER.error("%s: %s", name, result.failure.partition("\n")[0])
+        _LOGGER.error("%s: %s", result.entry.name, result.failure.partition("\n")[0])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import statistics
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,16 @@ MEMORY_METHOD = (
     "growth of the server's resident set from 1 connected and warmed-up client to all of them, "
     "divided by the number of clients added"
 )
-METHODS = f"spread: {SPREAD_METHOD}.\nother: {OTHER_METHOD}.\nKiB/cl: {MEMORY_METHOD}."
+OVERHEAD_METHOD = (
+    "where server and clients are threads of one process: 1 / (req/s), or p50 with one client, less the time per row "
+    "of a bare forward pass over one row for each client"
+)
 _COUNT_METHOD = "server process at all clients minus at none, divided by their number"
 _COST_DIGITS = {"threads": 1, "descriptors": 1, "memory_kib": 0}
 _HEADINGS = (
-    *("workload", "peer", "req/s", "p50 us", "p95 us", "p99 us", "requests", "spread", "other"),
-    *("p50/raw", "p50/TorchRL", "req/s/TorchRL", "thr/cl", "fd/cl", "KiB/cl"),
+    *("transport", "workload", "peer", "req/s", "p50 us", "p95 us", "p99 us", "overhead us"),
+    *("requests", "spread", "other", "p50/raw", "p50/TorchRL", "req/s/TorchRL"),
+    *("thr/cl", "fd/cl", "KiB/cl"),
 )
 
 
@@ -36,7 +40,7 @@ def median(result: Result, metric: str) -> float | None:
     """The metric's median over the rounds, or its one value if it is a per-client cost."""
     if metric in _COST_DIGITS:
         return result.cost.get(metric)
-    values = [round_[metric] for round_ in result.rounds.values()]
+    values = [round_[metric] for round_ in result.rounds.values() if metric in round_]
     return statistics.median(values) if values else None
 
 
@@ -49,6 +53,15 @@ def ratio(subject: Result, base: Result | None, metric: str) -> float | None:
     return statistics.median(values) if values else None
 
 
+def excess(larger: Result | None, smaller: Result | None, metric: str) -> float | None:
+    """The median of the per-round differences."""
+    if larger is None or smaller is None:
+        return None
+    shared = larger.rounds.keys() & smaller.rounds.keys()
+    values = [larger.rounds[n][metric] - smaller.rounds[n][metric] for n in shared]
+    return statistics.median(values) if values else None
+
+
 def reached(goal: Goal, results: Results) -> float | None:
     """What the goal's metric came to, or None if it was not measured."""
     subject = results.get(goal.subject)
@@ -56,7 +69,12 @@ def reached(goal: Goal, results: Results) -> float | None:
         return None
     if goal.base is None:
         return median(subject, goal.metric)
-    return ratio(subject, results.get(goal.base), goal.metric)
+    base = results.get(goal.base)
+    if goal.beyond is None or goal.base_beyond is None:
+        return ratio(subject, base, goal.metric)
+    more = excess(subject, results.get(goal.beyond), goal.metric)
+    base_more = excess(base, results.get(goal.base_beyond), goal.metric)
+    return more / base_more if more is not None and base_more else None
 
 
 def verdict(goal: Goal, results: Results) -> str:
@@ -67,10 +85,21 @@ def verdict(goal: Goal, results: Results) -> str:
 
 
 def table(suite: Suite, results: Results) -> str:
-    """One line per entry; ratios are given on the subject's lines only."""
-    rows = [_HEADINGS, *(_row(suite, results, result) for result in results.values())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    return "\n".join(_aligned(row, widths) for row in rows)
+    """One line per entry, without the columns that say nothing; ratios on the subject's lines only."""
+    rows = [_row(suite, results, result) for result in results.values()]
+    told = [column for column in range(len(_HEADINGS)) if any(row[column] for row in rows)]
+    shown = [[row[column] for column in told] for row in (_HEADINGS, *rows)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return "\n".join(_aligned(row, widths) for row in shown)
+
+
+def methods(results: Results) -> str:
+    """What the columns mean that do not say so."""
+    told = {"spread": SPREAD_METHOD, "other": OTHER_METHOD}
+    if any(median(result, "overhead_us") is not None for result in results.values()):
+        told["overhead"] = OVERHEAD_METHOD
+    told["KiB/cl"] = MEMORY_METHOD
+    return "\n".join(f"{column}: {method}." for column, method in told.items())
 
 
 def goals(suite: Suite, results: Results) -> str:
@@ -81,7 +110,7 @@ def goals(suite: Suite, results: Results) -> str:
 def failures(results: Results) -> str:
     """What went wrong, with the peer's own words."""
     failed = [result for result in results.values() if result.failure]
-    return "\n".join(f"FAILED {_name(r.entry)}: {r.failure}" for r in failed)
+    return "\n".join(f"FAILED {r.entry.name}: {r.failure}" for r in failed)
 
 
 def write_json(path: Path, suite: Suite, results: Results, context: dict[str, Any]) -> None:
@@ -92,6 +121,7 @@ def write_json(path: Path, suite: Suite, results: Results, context: dict[str, An
             "threads, descriptors": _COUNT_METHOD,
             "memory_kib": MEMORY_METHOD,
             "other_cores": OTHER_METHOD,
+            "overhead_us": OVERHEAD_METHOD,
         },
         "results": [_result_record(result) for result in results.values()],
         "goals": [_goal_record(goal, results) for goal in suite.goals],
@@ -102,13 +132,14 @@ def write_json(path: Path, suite: Suite, results: Results, context: dict[str, An
 
 def _row(suite: Suite, results: Results, result: Result) -> tuple[str, ...]:
     entry, rounds = result.entry, result.rounds.values()
+    names = (entry.transport, entry.workload.name, entry.peer)
     if not rounds:
-        return (entry.workload.name, entry.peer, "failed", *[""] * (len(_HEADINGS) - 3))
+        return (*names, "failed", *[""] * (len(_HEADINGS) - len(names) - 1))
     p50s = [round_["p50_us"] for round_ in rounds]
     return (
-        entry.workload.name,
-        entry.peer,
+        *names,
         *[_number(median(result, m), 0) for m in ("rate", "p50_us", "p95_us", "p99_us")],
+        _number(median(result, "overhead_us"), 0),
         str(sum(int(round_["requests"]) for round_ in rounds)),
         f"{max(p50s) / min(p50s):.1f}x",
         _number(median(result, "other_cores"), 2),
@@ -120,15 +151,15 @@ def _row(suite: Suite, results: Results, result: Result) -> tuple[str, ...]:
 def _ratios(suite: Suite, results: Results, entry: Entry) -> Iterable[str]:
     if entry.peer != suite.subject:
         return ("", "", "")
-    raw = results.get(Entry("raw_gloo", entry.workload))
-    rival = results.get(Entry("torchrl", entry.workload))
+    raw = results.get(replace(entry, peer=suite.floor))
+    rival = results.get(replace(entry, peer="torchrl"))
     pairs = ((raw, "p50_us"), (rival, "p50_us"), (rival, "rate"))
     return [_number(ratio(results[entry], base, metric), 2) for base, metric in pairs]
 
 
-def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
-    left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-    right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+def _aligned(row: list[str], widths: list[int]) -> str:
+    left = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+    right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
     return "  ".join([*left, *right]).rstrip()
 
 
@@ -146,20 +177,17 @@ def _goal_record(goal: Goal, results: Results) -> dict[str, Any]:
 
 
 def _result_record(result: Result) -> dict[str, Any]:
-    metrics = ("rate", "p50_us", "p95_us", "p99_us", "other_cores")
+    metrics = ("rate", "p50_us", "p95_us", "p99_us", "overhead_us", "other_cores")
     return {
         "peer": result.entry.peer,
-        "workload": dataclasses.asdict(result.entry.workload),
+        "transport": result.entry.transport,
+        "workload": asdict(result.entry.workload),
         "median": {metric: median(result, metric) for metric in metrics},
         "rounds": list(result.rounds.values()),
         "per_client": result.cost,
         "versions": result.versions,
         "failure": result.failure,
     }
-
-
-def _name(entry: Entry) -> str:
-    return f"{entry.peer}, {entry.workload.name}"
 
 
 def _number(value: float | None, digits: int) -> str:

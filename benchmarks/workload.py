@@ -39,13 +39,22 @@ class Workload:
         return sum(leaf.nbytes for leaf in self.reply)
 
 
-VECTOR_1 = Workload("vector, 1 client", (Leaf("observation", (4,)),))
-VECTOR_4 = Workload("vector, 4 clients", (Leaf("observation", (4,)),), clients=4)
-VECTOR_16 = Workload("vector, 16 clients", (Leaf("observation", (4,)),), clients=16)
+_VECTOR = (Leaf("observation", (4,)),)
+
+VECTOR_1 = Workload("vector, 1 client", _VECTOR)
+VECTOR_4 = Workload("vector, 4 clients", _VECTOR, clients=4)
+VECTOR_8 = Workload("vector, 8 clients", _VECTOR, clients=8)
+VECTOR_16 = Workload("vector, 16 clients", _VECTOR, clients=16)
+VECTOR_64 = Workload("vector, 64 clients", _VECTOR, clients=64)
 ONE_LEAF = Workload("1 leaf of 128", (Leaf("leaf_0", (128,)),))
 EIGHT_LEAVES = Workload("8 leaves of 16", tuple(Leaf(f"leaf_{i}", (16,)) for i in range(8)))
 PIXELS = Workload("pixels, 1 client", (Leaf("pixels", (4, 84, 84), "uint8"),))
+MANY_PIXELS = Workload("pixels x16, 1 client", (Leaf("pixels", (64, 84, 84), "uint8"),))
 
 WORKLOADS = {
-    load.name: load for load in (VECTOR_1, VECTOR_4, VECTOR_16, ONE_LEAF, EIGHT_LEAVES, PIXELS)
+    load.name: load
+    for load in (
+        *(VECTOR_1, VECTOR_4, VECTOR_8, VECTOR_16, VECTOR_64),
+        *(ONE_LEAF, EIGHT_LEAVES, PIXELS, MANY_PIXELS),
+    )
 }

@@ -12,6 +12,10 @@ from ..workload import Workload
 if TYPE_CHECKING:
     import torch
 
+IN_THREADS = ("slot",)
+# Forked from one process that has made every import, or 64 clients would take minutes to start.
+START_METHOD = "forkserver"
+
 
 @dataclass
 class Session:
@@ -22,36 +26,40 @@ class Session:
 
 
 class Connector(Protocol):
-    """A client before it connects. It reaches its process as an argument of a spawned one."""
-
-    def prepare(self) -> None:
-        """Do what takes long and concerns no server, such as imports."""
+    """A client before it connects, picklable unless the service is in threads."""
 
     def connect(self, workload: Workload, client: int) -> Session:
         """Connect as client number `client`; the server is running."""
 
 
 class Service(Protocol):
-    """One server. Every method is called by the conductor, which is its parent process."""
+    """One server. Every method is called by the conductor, the parent of its process and of its clients' processes.
+
+    Where the transport is one `IN_THREADS`, server and clients are threads of the conductor's process.
+    """
 
     def connectors(self) -> Sequence[Connector]:
         """One per client of the workload; called once, before `start`."""
 
     def start(self) -> int:
-        """Start the server process, wait until it serves and return its process id."""
+        """Start the server, wait until it serves and return its process id."""
 
     def stop(self) -> None:
         """End the server in the way its users would; the clients have closed."""
 
 
 class Peer(Protocol):
-    """A module of this package: `NAME`, `PACKAGES` whose versions matter, and `open_service`."""
+    """A module of this package.
+
+    `NAME`, `PACKAGES` whose versions matter, `MODULES` that server and clients import, and `open_service`.
+    """
 
     NAME: str
     PACKAGES: tuple[str, ...]
+    MODULES: tuple[str, ...]
 
-    def open_service(self, workload: Workload) -> Service:
-        """Set up what parent and children share; no server process yet."""
+    def open_service(self, workload: Workload, transport: str) -> Service:
+        """Set up what parent and children share; no server yet."""
 
 
 def load_peer(name: str) -> Peer:

@@ -1,4 +1,4 @@
-"""A server in a process of its own that hands each client a handle once it serves."""
+"""A server in a process of its own, and how its clients get what they need to reach it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from ..workload import Workload
-from . import Connector
+from . import START_METHOD, Connector
 
 # Only a backstop: the harness gives up first, and knows how many processes are starting.
 START_SECONDS = 300.0
@@ -22,8 +22,11 @@ class ServerControl:
     def __init__(self, conductor: Connection, clients: Sequence[Connection]) -> None:
         self._conductor, self._clients = conductor, clients
 
-    def publish(self, handles: Iterable[Any]) -> None:
-        """Give every client its handle and tell the conductor that requests are served."""
+    def publish(self, handles: Iterable[Any] = ()) -> None:
+        """Tell the conductor that requests are served; every client gets its handle first.
+
+        No handles where the clients were given theirs before the server started.
+        """
         for pipe, handle in zip(self._clients, handles, strict=True):
             pipe.send(handle)
         self._conductor.send("serving")
@@ -33,33 +36,58 @@ class ServerControl:
         self._conductor.recv()
 
 
+class HandleSource(Protocol):
+    """Where a client finds its handle."""
+
+    def receive(self) -> Any:
+        """The handle; raises TimeoutError if the server made none in time."""
+
+
 @dataclass
-class HandleSource:
-    """Where a client process reads the handle that the server made for it."""
+class PipedHandle:
+    """A handle that the server makes once it serves."""
 
     pipe: Connection
 
     def receive(self) -> Any:
-        """The handle; raises TimeoutError if the server made none in time."""
         if not self.pipe.poll(START_SECONDS):
             raise TimeoutError(f"no client handle from the server within {START_SECONDS:.0f} s")
         return self.pipe.recv()
 
 
+@dataclass
+class GivenHandle:
+    """A handle that was made before the server and goes to a client's process as it starts."""
+
+    handle: Any
+
+    def receive(self) -> Any:
+        return self.handle
+
+
 class ChildService:
-    """A `Service` whose server is `serve(workload, control)` run in a spawned process."""
+    """A `Service` whose server is `serve(workload, control)` run in a child process.
+
+    With `handles`, one for each client, the server publishes none.
+    """
 
     def __init__(
         self,
         workload: Workload,
         serve: Callable[[Workload, ServerControl], None],
         connector: Callable[[HandleSource], Connector],
+        handles: Sequence[Any] | None = None,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START_METHOD)
         self._control, self._theirs = context.Pipe()
-        pipes = [context.Pipe(duplex=False) for _ in range(workload.clients)]
-        self._connectors = [connector(HandleSource(reader)) for reader, _ in pipes]
-        control = ServerControl(self._theirs, [writer for _, writer in pipes])
+        writers: list[Connection] = []
+        if handles is None:
+            pipes = [context.Pipe(duplex=False) for _ in range(workload.clients)]
+            writers = [writer for _, writer in pipes]
+            self._connectors = [connector(PipedHandle(reader)) for reader, _ in pipes]
+        else:
+            self._connectors = [connector(GivenHandle(handle)) for handle in handles]
+        control = ServerControl(self._theirs, writers)
         self._process = context.Process(target=serve, args=(workload, control), daemon=True)
 
     def connectors(self) -> Sequence[Connector]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 NAME = "raw_gloo"
 PACKAGES = ("torch",)
+MODULES = ("torch.distributed",)
 HEADER_BYTES = 64
 _SMALLEST_MESSAGE = 96
 _HOST = "127.0.0.1"
@@ -25,7 +26,7 @@ _IDLE_TIMEOUT = timedelta(days=1)
 _GOODBYE = 1
 
 
-def open_service(workload: Workload) -> ChildService:
+def open_service(workload: Workload, transport: str) -> ChildService:
     return ChildService(workload, _serve, RawConnector)
 
 
@@ -92,9 +93,6 @@ def _store(port: int) -> TCPStore:
 @dataclass
 class RawConnector:
     source: HandleSource
-
-    def prepare(self) -> None:
-        import torch.distributed  # noqa: F401
 
     def connect(self, workload: Workload, client: int) -> Session:
         import torch

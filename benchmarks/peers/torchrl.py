@@ -1,25 +1,76 @@
-"""TorchRL's `distributed` inference transport, run by an interpreter that has TorchRL."""
+"""TorchRL's inference server with its own defaults, run by an interpreter that has TorchRL."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..workload import Workload
-from . import Session
+from . import START_METHOD, Service, Session
+from .child import GivenHandle, HandleSource
+from .threads import ThreadService
 
 if TYPE_CHECKING:
     from tensordict.nn import TensorDictModule
 
 NAME = "torchrl"
 PACKAGES = ("torch", "tensordict", "torchrl")
+MODULES = ("benchmarks.policy", "torchrl.modules.inference_server")
 
 
-def open_service(workload: Workload) -> TorchRLService:
-    return TorchRLService(workload)
+def open_service(workload: Workload, transport: str) -> Service:
+    if transport == "slot":
+        return _threads(workload)
+    return ProcessService(workload, _PROCESS_TRANSPORTS[transport](workload))
+
+
+def _distributed(workload: Workload) -> Any:
+    from torchrl.modules.inference_server._distributed import _DistributedInferenceTransport
+
+    from ..policy import specs
+
+    return _DistributedInferenceTransport(*specs(workload), host="127.0.0.1")
+
+
+def _process_slot(workload: Workload) -> Any:
+    from torchrl.modules.inference_server import ProcessSlotTransport
+
+    from ..policy import specs
+
+    return ProcessSlotTransport(*specs(workload), num_slots=workload.clients)
+
+
+def _shared_memory(workload: Workload) -> Any:
+    from torchrl.modules.inference_server import SharedMemoryTransport
+
+    from ..policy import specs
+
+    return SharedMemoryTransport(*specs(workload), num_slots=workload.clients)
+
+
+def _queue(workload: Workload) -> Any:
+    from torchrl.modules.inference_server import MPTransport
+
+    return MPTransport()
+
+
+_PROCESS_TRANSPORTS: dict[str, Callable[[Workload], Any]] = {
+    "distributed": _distributed,
+    "process_slot": _process_slot,
+    "shared_memory": _shared_memory,
+    "queue": _queue,
+}
+
+
+def _threads(workload: Workload) -> ThreadService:
+    from torchrl.modules.inference_server import InferenceServer, SlotTransport
+
+    transport = SlotTransport(workload.clients)
+    server = InferenceServer(_policy(workload), transport, max_batch_size=64)
+    return ThreadService(workload, server, TorchRLConnector)
 
 
 def _policy(workload: Workload) -> TensorDictModule:
@@ -31,28 +82,24 @@ def _policy(workload: Workload) -> TensorDictModule:
     return TensorDictModule(make_policy(), in_keys=keys, out_keys=["action"])
 
 
-class TorchRLService:
-    """A `ProcessInferenceServer` with its own defaults, apart from the loopback address."""
+class ProcessService:
+    """A `ProcessInferenceServer`, which brings its own child process."""
 
-    def __init__(self, workload: Workload) -> None:
-        from tensordict import TensorDict
+    def __init__(self, workload: Workload, transport: Any) -> None:
         from torchrl.modules.inference_server import ProcessInferenceServer
-        from torchrl.modules.inference_server._distributed import _DistributedInferenceTransport
 
-        from ..policy import zeros
-
-        transport = _DistributedInferenceTransport(
-            TensorDict(zeros(workload.request), []),
-            TensorDict(zeros(workload.reply), []),
-            host="127.0.0.1",
-        )
         self._clients = workload.clients
         self._server = ProcessInferenceServer(
-            policy_factory=partial(_policy, workload), transport=transport, max_batch_size=64
+            policy_factory=partial(_policy, workload),
+            transport=transport,
+            max_batch_size=64,
+            mp_context=START_METHOD,
         )
 
     def connectors(self) -> Sequence[TorchRLConnector]:
-        return [TorchRLConnector(client) for client in self._server.clients(self._clients)]
+        return [
+            TorchRLConnector(GivenHandle(client)) for client in self._server.clients(self._clients)
+        ]
 
     def start(self) -> int:
         self._server.start()
@@ -65,15 +112,15 @@ class TorchRLService:
 
 @dataclass
 class TorchRLConnector:
-    client: Any
-
-    def prepare(self) -> None:
-        """Nothing left to do: unpickling the client has imported TorchRL."""
+    source: HandleSource
 
     def connect(self, workload: Workload, client: int) -> Session:
         from tensordict import TensorDict
 
         from ..policy import observation
 
+        handle = self.source.receive()
         request = TensorDict(observation(workload, client), [])
-        return Session(lambda: self.client(request)["action"], self.client.close)
+        # Only some of TorchRL's clients have anything to close.
+        close = getattr(handle, "close", lambda: None)
+        return Session(lambda: handle(request)["action"], close)
