@@ -84,7 +84,6 @@ class SharedBlock:
             OSError: there is not enough memory, or no descriptor; names what is needed and what is there.
         """
         total = _HEAD_BYTES + nbytes
-        _check_room(total, purpose)
         try:
             descriptor = os.memfd_create("meshinfer", os.MFD_CLOEXEC)
         except OSError as error:
@@ -93,6 +92,9 @@ class SharedBlock:
                 f"no descriptor for {purpose}: {error.strerror}; raise the limit of open files (ulimit -n)",
             ) from error
         try:
+            room = _room()
+            if total > room:
+                raise OSError(errno.ENOMEM, f"{room} bytes are available")
             os.posix_fallocate(descriptor, 0, total)
         except OSError as error:
             os.close(descriptor)
@@ -204,12 +206,6 @@ def _gone(pid: int) -> PeerLostError:
     )
 
 
-def _check_room(total: int, purpose: str) -> None:
-    room = _room()
-    if total > room:
-        raise OSError(errno.ENOMEM, _too_large(total, purpose, f"{room} bytes are available"))
-
-
 def _too_large(total: int, purpose: str, reason: Any) -> str:
     return (
         f"{purpose} needs {total} bytes of shared memory: {reason}; use fewer slots or smaller specs, or raise the "
@@ -220,7 +216,11 @@ def _too_large(total: int, purpose: str, reason: Any) -> str:
 def _room() -> int:
     """Bytes that can still be allocated, as far as the kernel tells."""
     limits = [_group_room(Path("/sys/fs/cgroup"))]
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # hidden, or no descriptor is left
+        lines = []
+    for line in lines:
         name, _, amount = line.partition(":")
         if name == "MemAvailable":
             limits.append(int(amount.split()[0]) * 1024)

@@ -64,6 +64,17 @@ class TransportConfig:
         object.__setattr__(self, "kind", normalize_transport_kind(self.kind))
         object.__setattr__(self, "options", MappingProxyType(_copy_options(self.options)))
 
+    def with_options(self, extra: Mapping[str, Any] | None) -> TransportConfig:
+        """The same kind with further options; :class:`ValueError` for one that it has already."""
+        more = _copy_options(extra or {})
+        twice = sorted(self.options.keys() & more.keys())
+        if twice:
+            raise ValueError(
+                f"{listed(twice)} given both in the TransportConfig and in transport_options; give it"
+                " once"
+            )
+        return TransportConfig(self.kind, {**self.options, **more})
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapping proxy cannot be pickled; the constructor makes a new one of this dict.
         return type(self), (self.kind, dict(self.options))

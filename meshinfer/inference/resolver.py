@@ -74,8 +74,8 @@ def make_inference_transport(
     }
     if not isinstance(transport, str | TransportConfig | None):
         return _ready_instance(transport, {**facts, "transport_options": transport_options or None})
-    config = as_transport_config(transport)
-    options = _merged_options(config, TransportConfig(config.kind, transport_options or {}))
+    config = as_transport_config(transport).with_options(transport_options)
+    options = config.options
     facts = _known_facts(facts, options)
     entry, reason = _choose(config.kind, policy_backend, facts)
     factory = entry.load()
@@ -116,16 +116,6 @@ def _described(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}; pass an instance"
     return type(value).__name__
-
-
-def _merged_options(config: TransportConfig, extra: TransportConfig) -> dict[str, Any]:
-    twice = sorted(config.options.keys() & extra.options.keys())
-    if twice:
-        raise ValueError(
-            f"{listed(twice)} given both in the TransportConfig and in transport_options; give it"
-            " once"
-        )
-    return {**config.options, **extra.options}
 
 
 def _known_facts(facts: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

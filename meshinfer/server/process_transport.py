@@ -86,19 +86,21 @@ def split_transport(
         ValueError, TypeError: as there, and for a ready transport that cannot be served from another process.
     """
     asked = isinstance(transport, str | TransportConfig | None)
-    config = as_transport_config(transport) if asked else None  # type: ignore[arg-type]
+    config = None
+    if asked:
+        config = as_transport_config(transport).with_options(transport_options)  # type: ignore[arg-type]
     facts = {"request_spec": request_spec, "response_spec": response_spec, "num_slots": num_slots}
     if config is not None and config.kind == "distributed":
-        return _split_distributed(config, facts, dict(transport_options or {}))
+        return _split_distributed(config, facts)
     if isinstance(transport, DistributedTransport):
         raise ValueError(
             "a ready DistributedTransport has its server in the process that made it; give"
             " transport='distributed', the specs and transport_options= instead"
         )
     made = make_inference_transport(
-        transport,
+        transport if config is None else config,
         policy_backend="multiprocessing",
-        transport_options=transport_options,
+        transport_options=transport_options if config is None else None,
         **facts,  # type: ignore[arg-type]
     )
     opener = getattr(made, "serve_elsewhere", None)
@@ -115,11 +117,9 @@ def _kinds() -> list[str]:
     return sorted({row.kind for row in rows if "multiprocessing" in row.policy_backends})
 
 
-def _split_distributed(
-    config: TransportConfig, facts: dict[str, Any], extra: dict[str, Any]
-) -> SplitTransport:
+def _split_distributed(config: TransportConfig, facts: dict[str, Any]) -> SplitTransport:
     """The server publishes where it is in a store of ours, so that clients find the next one too."""
-    options = {**config.options, **extra}
+    options = config.options
     if taken := [name for name in _OURS if name in options]:
         raise ValueError(f"{listed(taken)} cannot be given: the server process decides")
     secret = options.get("secret")
@@ -130,13 +130,9 @@ def _split_distributed(
     shared = {"directory": directory, "secret": secret}
     try:
         clients = make_inference_transport(
-            TransportConfig("distributed", _without(config.options, "secret", *_SERVER_ONLY)),
+            TransportConfig("distributed", _without(options, "secret", *_SERVER_ONLY)),
             policy_backend="multiprocessing",
-            transport_options={
-                **_without(extra, "secret", *_SERVER_ONLY),
-                **shared,
-                "role": "client",
-            },
+            transport_options={**shared, "role": "client"},
             **facts,
         )
         del facts["num_slots"]

@@ -110,21 +110,23 @@ class InferenceServer:
             device=devices.server_policy_device(),
             version=policy_version,
         )
-        injected = isinstance(transport, InferenceTransport)
-        self.transport_config = None if injected else as_transport_config(transport)  # type: ignore[arg-type]
+        asked = isinstance(transport, str | TransportConfig | None)
+        self.transport_config = None
+        if asked:
+            self.transport_config = as_transport_config(transport).with_options(transport_options)  # type: ignore[arg-type]
         self.transport: InferenceTransport = make_inference_transport(
-            transport,
+            self.transport_config if asked else transport,
             policy_backend="threading",
             request_spec=request_spec,
             response_spec=response_spec,
-            transport_options=transport_options,
+            transport_options=None if asked else transport_options,
         )
         try:
             self._policy.device_pass = device_pass(
                 self.transport, self._policy.device, devices.server_output_device()
             )
         except ValueError:
-            if not injected:
+            if asked:
                 self.transport.close()
             raise
         self.policy_version_key = as_key(policy_version_key)

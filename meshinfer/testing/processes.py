@@ -43,8 +43,7 @@ class WorkerPool:
         preload: Sequence[str] = _PRELOADED,
     ) -> None:
         self._context: Any = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            self._context.set_forkserver_preload(list(preload))
+        self._preload = list(preload) if start_method == "forkserver" else []
         self._forks = start_method == "fork"
         self._size = 0 if self._forks else size
         self._lock = threading.Lock()
@@ -91,6 +90,8 @@ class WorkerPool:
         self.close()
 
     def _hire(self) -> _Worker:
+        if self._preload:
+            self._context.set_forkserver_preload(self._preload)
         worker = _Worker(self._context, self._rest)
         worker.start()
         self._workers.append(worker)

@@ -16,24 +16,23 @@ from meshinfer.errors import PeerLostError, RefusedError, ServerClosedError, Tra
 
 __all__ = [
     "HELLO_BYTES",
-    "NONCE_BYTES",
-    "PROOF_BYTES",
     "REPLY_BYTES",
     "Address",
     "closed_verdict",
     "connect",
     "listen",
     "make_hello",
-    "objection_to_peer",
+    "objection_to",
+    "process_behind",
     "verdict",
 ]
 
 _MAGIC: Final = b"mi-queue"
 _VERSION: Final = b"00000001"
-NONCE_BYTES: Final = 32
-PROOF_BYTES: Final = 32
-HELLO_BYTES: Final = len(_MAGIC) + len(_VERSION) + NONCE_BYTES
-REPLY_BYTES: Final = HELLO_BYTES + PROOF_BYTES
+_NONCE_BYTES: Final = 32
+_PROOF_BYTES: Final = 32
+HELLO_BYTES: Final = len(_MAGIC) + len(_VERSION) + _NONCE_BYTES
+REPLY_BYTES: Final = HELLO_BYTES + _PROOF_BYTES
 _LONGEST_NAME: Final = 100
 _BACKLOG: Final = 4096
 _CREDENTIALS: Final = struct.Struct("=3i")
@@ -143,13 +142,17 @@ def _reach(connection: socket.socket, address: Address, deadline: float) -> None
 
 def make_hello() -> bytes:
     """What both sides say first, with a nonce that they never use again."""
-    return _MAGIC + _VERSION + secrets.token_bytes(NONCE_BYTES)
+    return _MAGIC + _VERSION + secrets.token_bytes(_NONCE_BYTES)
 
 
-def objection_to_peer(connection: socket.socket) -> str:
+def process_behind(connection: socket.socket) -> int:
+    """Id of the process that made the other end."""
+    return _credentials(connection)[0]
+
+
+def objection_to(connection: socket.socket) -> str:
     """Why the other end cannot be one of us, before a byte was read from it; empty if it may be."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(data)
+    pid, uid = _credentials(connection)
     return "" if uid == os.geteuid() else f"process {pid} runs as user {uid}, not {os.geteuid()}"
 
 
@@ -157,19 +160,19 @@ def verdict(address: Address, hello: bytes, reply: bytes) -> tuple[bytes, str]:
     """The server's answer to a client's ``reply`` to its ``hello``, and the objection if it is none of us."""
     theirs, proof = reply[:HELLO_BYTES], reply[HELLO_BYTES:]
     if not theirs.startswith(_MAGIC + _VERSION):
-        return _REFUSED + bytes(PROOF_BYTES), "it speaks another language or version"
+        return _REFUSED + bytes(_PROOF_BYTES), "it speaks another language or version"
     if not hmac.compare_digest(proof, _proof(address, b"client", hello, theirs)):
-        return _REFUSED + bytes(PROOF_BYTES), "it does not hold the secret"
+        return _REFUSED + bytes(_PROOF_BYTES), "it does not hold the secret"
     return _WELCOME + _proof(address, b"server", hello, theirs), ""
 
 
 def closed_verdict() -> bytes:
     """The server's answer to a client that comes while it closes."""
-    return _CLOSED + bytes(PROOF_BYTES)
+    return _CLOSED + bytes(_PROOF_BYTES)
 
 
 def _join(connection: socket.socket, address: Address, deadline: float) -> None:
-    objection = objection_to_peer(connection)
+    objection = objection_to(connection)
     if objection:
         raise RefusedError(f"the server at {address} is not ours: {objection}")
     hello = _receive(connection, HELLO_BYTES, address, deadline)
@@ -179,7 +182,7 @@ def _join(connection: socket.socket, address: Address, deadline: float) -> None:
         raise RefusedError(f"the server at {address} runs another version of meshinfer")
     mine = make_hello()
     connection.sendall(mine + _proof(address, b"client", hello, mine))
-    answer = _receive(connection, len(_WELCOME) + PROOF_BYTES, address, deadline)
+    answer = _receive(connection, len(_WELCOME) + _PROOF_BYTES, address, deadline)
     found, proof = answer[: len(_WELCOME)], answer[len(_WELCOME) :]
     if found == _CLOSED:
         raise ServerClosedError("the server has shut down")
@@ -187,6 +190,12 @@ def _join(connection: socket.socket, address: Address, deadline: float) -> None:
         raise RefusedError(f"the server at {address} does not take us: the secret is not its own")
     if not hmac.compare_digest(proof, _proof(address, b"server", hello, mine)):
         raise RefusedError(f"what listens at {address} does not hold our secret")
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return pid, uid
 
 
 def _proof(address: Address, role: bytes, server_hello: bytes, client_hello: bytes) -> bytes:

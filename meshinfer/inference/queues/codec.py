@@ -18,7 +18,7 @@ __all__ = ["MAX_LAYOUTS", "Message", "Packer", "Structure", "structure_of"]
 
 MAX_LAYOUTS: Final = 256
 """Layouts that one end of a stream remembers; of a payload whose shape never returns each is described anew."""
-_SPARE_BYTES: Final = 1 << 22
+_SPARE_BYTES: Final = 1 << 20
 _SPARE_MESSAGES: Final = 4
 
 _Key: TypeAlias = tuple[str, ...]

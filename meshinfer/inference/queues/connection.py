@@ -126,7 +126,10 @@ class Connection:
         self._flying.pop(future.identifier, None)
 
     def check_alive(self) -> None:
-        """Nothing to do: the end of the server's process ends this connection at once."""
+        """The end of the server ends this connection at once, except in a forked child, where nobody receives."""
+        if self._ended is not None:
+            for future in list(self._flying.values()):
+                future.fail(self.error)
 
     def close(self) -> None:
         """Say goodbye and close; requests in flight raise :class:`~meshinfer.errors.ClosedError`. Idempotent."""
@@ -137,6 +140,7 @@ class Connection:
 
     def forked(self) -> None:
         """In a forked child: close the copy of the socket. The requests in flight are the parent's."""
+        self._lock = threading.RLock()  # another thread may have held it
         self._ended, self._reason = PeerLostError, "the connection is that of the parent process"
         self._socket.close()
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from meshinfer.inference.queues.address import Address, listen, make_hello, objection_to_peer
+from meshinfer.inference.queues.address import Address, listen, make_hello, objection_to
 from meshinfer.inference.queues.codec import Packer
 from meshinfer.inference.queues.forks import let_go_in_forks
 from meshinfer.inference.queues.session import Request, Session
@@ -58,6 +58,7 @@ class Hub:
         self._joins = 0
         self._arrived = False
         self._closing = False
+        self._silently = False
         self._said_goodbye = False
         self._work = threading.Event()
         self._changed = threading.Condition()
@@ -134,20 +135,25 @@ class Hub:
             if self.forked_from:
                 return
             first, self._closing = not self._closing, True
+            self._silently |= silently
             self._changed.notify_all()
         if first:
-            self._stop_serving(silently)
+            self._stop_serving()
         if self._thread is not threading.current_thread():
             self._thread.join(_GOODBYE_SECONDS + _STUCK_SECONDS)
             if self._thread.is_alive():  # it computes: its clients should not wait for that
-                for session in list(self._sessions.values()):
+                for session in self._all():
                     session.cut()
 
-    def _stop_serving(self, silently: bool) -> None:
+    def _all(self) -> list[Session]:
+        with self._changed:
+            return list(self._sessions.values())
+
+    def _stop_serving(self) -> None:
         with contextlib.suppress(OSError):  # a listening socket may say that it is not connected
             self._listener.shutdown(socket.SHUT_RDWR)  # from now on nobody can connect
-        if not silently:
-            for session in list(self._sessions.values()):
+        if not self._silently:
+            for session in self._all():
                 session.say_goodbye()
         self._said_goodbye = True
         self.pending.clear()
@@ -185,19 +191,24 @@ class Hub:
         with self._changed:
             self._joins += 1
             self._clients.add(session)
-        logger.debug("client %d joined %s", session.fd, self.address)
-        if self._closing:
+        logger.debug("a client in process %d joined %s", session.pid, self.address)
+        if self._closing and not self._silently:
             session.say_goodbye()
 
     def end(self, session: Session, lost: str) -> None:
         """A client has left, or was ``lost`` for this reason."""
+        if session.fd not in self._sessions:
+            return
         self._epoll.unregister(session.fd)
         session.close()
-        if lost and not self._closing:
-            logger.warning("client %d of %s was lost: %s", session.fd, self.address, lost)
-            self.lost += 1
+        if not lost or self._closing:
+            logger.debug("a client in process %d left %s", session.pid, self.address)
         else:
-            logger.debug("client %d of %s left", session.fd, self.address)
+            self.lost += session.joined
+            what = "was lost" if session.joined else "did not join"
+            logger.warning(
+                "a client of %s in process %d %s: %s", self.address, session.pid, what, lost
+            )
         with self._changed:
             del self._sessions[session.fd]
             self._clients.discard(session)
@@ -219,8 +230,7 @@ class Hub:
             if fd == self._bell:
                 os.eventfd_read(fd)
             elif (session := self._sessions.get(fd)) is not None:
-                session.handle(events)
-                self._update(session)
+                self._handle(session, events)
             elif not self._closing:
                 self._accept()
         if self._arrived:
@@ -231,6 +241,13 @@ class Hub:
                 self._work.set()
         while self._calls:
             self._update(self._calls.popleft())
+
+    def _handle(self, session: Session, events: int) -> None:
+        try:
+            session.handle(events)
+        except Exception as error:  # whatever it is, such as too little memory, the others go on
+            self.end(session, f"its connection failed: {error!r}")
+        self._update(session)
 
     def _update(self, session: Session) -> None:
         if session.over:
@@ -246,6 +263,8 @@ class Hub:
         except BlockingIOError:
             return
         except OSError as error:
+            if self._closing:
+                return
             if error.errno not in _NO_ROOM:
                 raise
             logger.error(
@@ -255,7 +274,7 @@ class Hub:
                 error.strerror,
             )
             return self._rest()
-        objection = objection_to_peer(connection)
+        objection = objection_to(connection)
         if objection:
             logger.warning("a client of %s was refused: %s", self.address, objection)
             return connection.close()

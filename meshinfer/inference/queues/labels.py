@@ -7,17 +7,15 @@ from typing import Any
 from meshinfer.inference.queues.codec import MAX_LAYOUTS, Message, Structure, structure_of
 from meshinfer.inference.queues.pickling import load
 from meshinfer.inference.queues.wire import (
-    HEADER,
     NO_LAYOUT,
     BadFrameError,
     Frame,
     Kind,
     header_of,
+    write_header,
 )
 
 __all__ = ["Labeller", "Labels", "unpacked"]
-
-_KEPT_FREE = (0, 0, 0)
 
 
 class Labeller:
@@ -36,16 +34,7 @@ class Labeller:
         if number is None:
             assert structure is not None
             number, before = self._describe(structure)
-        HEADER.pack_into(
-            message.buffers[0],
-            0,
-            kind,
-            identifier,
-            message.length,
-            number,
-            interaction,
-            *_KEPT_FREE,
-        )
+        write_header(message.buffers[0], kind, identifier, message.length, number, interaction)
         return before + message.buffers if before else message.buffers
 
     def _describe(self, structure: Structure) -> tuple[int, list[memoryview]]:

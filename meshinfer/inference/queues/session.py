@@ -10,7 +10,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from meshinfer.inference.queues.address import REPLY_BYTES, closed_verdict, verdict
+from meshinfer.inference.queues.address import (
+    REPLY_BYTES,
+    closed_verdict,
+    process_behind,
+    verdict,
+)
 from meshinfer.inference.queues.codec import Message, Structure
 from meshinfer.inference.queues.labels import Labeller, Labels, unpacked
 from meshinfer.inference.queues.wire import (
@@ -81,6 +86,7 @@ class Session:
         connection.setblocking(False)
         widen(connection)
         self.fd = connection.fileno()
+        self.pid = process_behind(connection)
         self.joined = False
         self.registered = _READ
         self._hub = hub

@@ -136,11 +136,6 @@ class MPTransport:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._closed
-
-    @property
-    def closed(self) -> bool:
         """Whether :meth:`close` was called, or the server's side has failed: nothing will come any more."""
         return self._closed or (self._hub is not None and self._hub.closed)
 

@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 __all__ = [
-    "HEADER",
     "HEADER_BYTES",
     "NO_LAYOUT",
     "STAGING_BYTES",
@@ -22,11 +21,13 @@ __all__ = [
     "header_of",
     "skip",
     "widen",
+    "write_header",
 ]
 
-HEADER: Final = struct.Struct("=8q")
-"""Kind, identifier, bytes of the body, layout, interaction; the rest is kept free."""
-HEADER_BYTES: Final = HEADER.size
+_HEADER: Final = struct.Struct(
+    "=8q"
+)  # as in Frame, with the body's length third; the rest is kept free
+HEADER_BYTES: Final = _HEADER.size
 NO_LAYOUT: Final = -1
 """In place of a layout's number: the body is pickled."""
 
@@ -67,7 +68,14 @@ def header_of(
     kind: int, identifier: int = 0, length: int = 0, layout: int = NO_LAYOUT, interaction: int = 0
 ) -> bytes:
     """The header of a frame whose body has ``length`` bytes."""
-    return HEADER.pack(kind, identifier, length, layout, interaction, *_KEPT_FREE)
+    return _HEADER.pack(kind, identifier, length, layout, interaction, *_KEPT_FREE)
+
+
+def write_header(
+    target: memoryview, kind: int, identifier: int, length: int, layout: int, interaction: int
+) -> None:
+    """Write a header to the beginning of ``target``."""
+    _HEADER.pack_into(target, 0, kind, identifier, length, layout, interaction, *_KEPT_FREE)
 
 
 def skip(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
@@ -138,7 +146,7 @@ class FrameReader:
         frames: list[Frame] = []
         at, end = 0, len(data)
         while at + HEADER_BYTES <= end:
-            header = HEADER.unpack_from(data, at)
+            header = _HEADER.unpack_from(data, at)
             at += HEADER_BYTES
             length = header[2]
             if length > end - at:

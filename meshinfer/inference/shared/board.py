@@ -84,6 +84,8 @@ class Response(IntEnum):
     PID = 4
     DESCRIPTOR = 5
     """Large errors only: where the server keeps them."""
+    SUMMARY = 6
+    """Large errors only: bytes of what fits into the row."""
 
 
 class Kind(IntEnum):

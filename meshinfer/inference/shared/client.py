@@ -145,12 +145,14 @@ class SlotClient(ABC):
         assert self._board is not None
         return self._board
 
-    def read(self, slot: int) -> TensorDictBase:
+    def read(self, board: Board, slot: int) -> TensorDictBase:
         """The result in a slot's response."""
         reader = self._readers.get(slot)
         if reader is None:
             # The server sets the key before it answers anybody, and after clients were made.
-            reader = self._readers[slot] = self._make_reader(slot, self.board.version_key)
+            reader = self._readers[slot] = self._make_reader(
+                board.responses[slot], board.version_key
+            )
         return reader()
 
     def vacate(self, slot: int, identifier: int) -> None:
@@ -169,9 +171,9 @@ class SlotClient(ABC):
         """The slot's request is over."""
 
     def _make_reader(
-        self, slot: int, version_key: tuple[str, ...] | None
+        self, frame: Slot, version_key: tuple[str, ...] | None
     ) -> Callable[[], TensorDictBase]:
-        layout, frame = self._handle.response_layout, self.board.responses[slot]
+        layout = self._handle.response_layout
         return layout.reader(frame.views, version_stamp(frame, layout, version_key))
 
     def _write(self, board: Board, slot: int, payload: TensorDictBase) -> int:

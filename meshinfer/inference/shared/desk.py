@@ -161,12 +161,12 @@ class Desk:
         """Put an encoded exception where its client finds it."""
         slot = request.slot
         header, place = self.board.responses[slot].header, self.board.responses.octets(slot)
-        kind = Kind.ERROR
+        header[Response.LENGTH], header[_KIND] = len(data), Kind.ERROR
         if len(data) > len(place):
-            kind, data = self._keep_error(slot, request.identifier, data, len(place))
-        if kind is Kind.ERROR:
-            place[: len(data)] = data
-        header[Response.LENGTH], header[_KIND] = len(data), kind
+            reason = self._keep_error(slot, request.identifier, data)
+            data = encode_summary(data, len(place), reason)
+            header[Response.SUMMARY], header[_KIND] = len(data), Kind.LARGE_ERROR
+        place[: len(data)] = data
         memory_fence()
         header[_ANSWERED] = request.identifier
         self.replied[slot].post()
@@ -179,13 +179,18 @@ class Desk:
             os.close(descriptor)
         self.board.end_serving()
 
-    def _keep_error(self, slot: int, identifier: int, data: bytes, room: int) -> tuple[Kind, bytes]:
-        """Keep a large exception in a file of its own until the slot's next request, or until there are too many."""
+    def _keep_error(self, slot: int, identifier: int, data: bytes) -> str:
+        """Keep a large exception in a file of its own, until the slot's next request or until there are too many.
+
+        Returns:
+            What to say to who does not find it any more.
+        """
         header = self.board.responses[slot].header
+        header[Response.PID], header[Response.DESCRIPTOR] = os.getpid(), -1
         try:
             descriptor = os.memfd_create("meshinfer-error", os.MFD_CLOEXEC)
         except OSError as error:
-            return Kind.ERROR, encode_summary(data, room, f"its details did not fit: {error}")
+            return f"(the rest does not fit into the slot: {error})"
         with open(descriptor, "wb", closefd=False) as file:
             file.write(_IDENTIFIER.pack(identifier) + data)
         self._forget_error(slot)
@@ -194,8 +199,8 @@ class Desk:
             oldest = next(iter(self._kept)) if len(self._kept) > _MAX_KEPT else slot
         if oldest != slot:
             self._forget_error(oldest)
-        header[Response.PID], header[Response.DESCRIPTOR] = os.getpid(), descriptor
-        return Kind.LARGE_ERROR, data
+        header[Response.DESCRIPTOR] = descriptor
+        return "(the rest was not kept long enough)"
 
     def _forget_error(self, slot: int) -> None:
         with self._keeping:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 
-from meshinfer.errors import RemoteError, TransportError
+from meshinfer.errors import TransportError
 from meshinfer.inference.future import mark
 from meshinfer.inference.remote_errors import decode_exception
 from meshinfer.inference.shared.board import LOOK_SECONDS, Board, Kind, Response
@@ -41,7 +41,7 @@ class SlotOwner(Protocol):
     def board(self) -> Board:
         """As this process sees it."""
 
-    def read(self, slot: int) -> TensorDictBase:
+    def read(self, board: Board, slot: int) -> TensorDictBase:
         """The result in a slot's response."""
 
     def vacate(self, slot: int, identifier: int) -> None:
@@ -57,6 +57,7 @@ class SlotFuture:
 
     __slots__ = (
         "__weakref__",
+        "_board",
         "_error",
         "_finished",
         "_header",
@@ -72,7 +73,8 @@ class SlotFuture:
         self._owner = owner
         self.slot = slot
         self._identifier = identifier
-        self._header = owner.board.responses[slot].header
+        self._board = owner.board  # its own: in a forked process the client begins anew
+        self._header = self._board.responses[slot].header
         self._turn = threading.Lock()
         self._result: TensorDictBase | None = None
         self._error: BaseException | None = None
@@ -117,7 +119,7 @@ class SlotFuture:
             return False
         # Whoever sleeps for this reply must learn that it is over.
         if self._turn.locked():
-            self._owner.board.replied[self.slot].post()
+            self._board.replied[self.slot].post()
         return True
 
     def take(self) -> bool:
@@ -138,7 +140,7 @@ class SlotFuture:
 
     def _sleep(self, timeout: float | None, deadline: float | None) -> None:
         """With the turn: until the reply is here."""
-        bell = self._owner.board.replied[self.slot]
+        bell = self._board.replied[self.slot]
         while not self._finished:
             if self._header[_ANSWERED] == self._identifier:
                 return self._fetch()
@@ -154,25 +156,31 @@ class SlotFuture:
         """The response is ours: read it, unless the request was given up meanwhile."""
         memory_fence()
         if self._header[_KIND] == _RESULT:
-            self._settle(self._owner.read(self.slot), None)
+            self._settle(self._owner.read(self._board, self.slot), None)
         else:
             self._settle(None, self._read_error())
 
     def _read_error(self) -> BaseException:
-        header, length = self._header, self._header[Response.LENGTH]
-        if header[_KIND] == Kind.ERROR:
-            return decode_exception(bytes(self._owner.board.responses.octets(self.slot)[:length]))
+        header, place = self._header, self._board.responses.octets(self.slot)
+        if header[_KIND] == Kind.LARGE_ERROR:
+            data = self._read_file(header[Response.LENGTH])
+            return decode_exception(data or bytes(place[: header[Response.SUMMARY]]))
+        return decode_exception(bytes(place[: header[Response.LENGTH]]))
+
+    def _read_file(self, length: int) -> bytes:
+        """What the server keeps for this request; nothing if it does not any more."""
+        header = self._header
         try:
             descriptor = open_through(header[Response.PID], header[Response.DESCRIPTOR])
         except OSError as error:  # a lost peer is one too
-            return _too_large(str(error))
-        with open(descriptor, "rb") as file:
-            if os.pread(file.fileno(), 8, 0) != struct.pack("<q", self._identifier):
-                return _too_large("the server has closed the file that held them")
-            return decode_exception(os.pread(file.fileno(), length, 8))
+            logger.debug("the details of an exception are gone: %s", str(error))
+            return b""
+        with open(descriptor, "rb"):
+            ours = os.pread(descriptor, 8, 0) == struct.pack("<q", self._identifier)
+            return os.pread(descriptor, length, 8) if ours else b""
 
     def _lose_if_lost(self) -> bool:
-        error = self._owner.board.error()
+        error = self._board.error()
         if error is None:
             return False
         if not self.take():  # it may have been answered just before
@@ -215,12 +223,6 @@ class SlotFuture:
             loop.call_soon_threadsafe(mark, arrived)
         except RuntimeError as error:  # the loop was closed meanwhile
             logger.debug("nobody awaits a reply any more: %s", str(error))
-
-
-def _too_large(reason: str) -> RemoteError:
-    return RemoteError(
-        "an exception of the policy", "larger than a slot, and its details are gone", reason
-    )
 
 
 def _too_late(timeout: float | None) -> TimeoutError:

@@ -18,6 +18,7 @@ from meshinfer.inference.shared.board import LOOK_SECONDS, Board, BoardHandle
 from meshinfer.inference.shared.client import SlotClient, version_stamp
 from meshinfer.inference.shared.future import SlotFuture
 from meshinfer.inference.shared.transport import SharedTransport
+from meshinfer.slots import Slot
 
 __all__ = ["ProcessSlotClient", "ProcessSlotTransport"]
 
@@ -78,11 +79,11 @@ class ProcessSlotClient(SlotClient):
             board.void(slot)
 
     def _make_reader(
-        self, slot: int, version_key: tuple[str, ...] | None
+        self, frame: Slot, version_key: tuple[str, ...] | None
     ) -> Callable[[], TensorDictBase]:
         if self._copy_result:
-            return super()._make_reader(slot, version_key)
-        layout, frame = self._handle.response_layout, self.board.responses[slot]
+            return super()._make_reader(frame, version_key)
+        layout = self._handle.response_layout
         stamps = version_stamp(frame, layout, version_key)
 
         def borrow() -> TensorDictBase:

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshinfer.errors import PeerLostError
 from meshinfer.inference.protocol import InferenceClient
-from meshinfer.server import InferenceServer
+from meshinfer.server import InferenceServer, InferenceServerConfig
 from meshinfer.testing.check import conformance_check
 from meshinfer.testing.checks.replies import count
 from meshinfer.testing.expect import raises
@@ -73,7 +73,8 @@ def a_killed_server_is_noticed(harness: TransportHarness) -> None:
 
 def _serve(_: None, factory: Callable[..., Any], number: int) -> None:
     transport = factory(request_spec(), response_spec())
-    with InferenceServer(Gated(600.0), transport) as server:
+    config = InferenceServerConfig(inline=False)  # who receives is free to let the others in
+    with InferenceServer(Gated(600.0), transport, server_config=config) as server:
         for client in server.clients(number):
             report(pickle.dumps(client))
         threading.Event().wait()
