@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+from multiprocessing.context import BaseContext
 
 import torch
 
-__all__ = ["as_count", "as_device", "as_seconds"]
+__all__ = ["as_context", "as_count", "as_device", "as_seconds"]
 
 
 def as_seconds(name: str, value: object, *, zero: bool = False) -> float:
@@ -51,3 +53,22 @@ def as_device(name: str, value: object) -> torch.device | None:
         raise ValueError(
             f"{name}={value!r}: expected a device, such as 'cpu' or 'cuda:0': {error}"
         ) from error
+
+
+def as_context(name: str, value: object) -> BaseContext:
+    """``value`` as a context of :mod:`multiprocessing`; a start method names one, ``None`` is ``"spawn"``.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: there is no such start method here.
+    """
+    if isinstance(value, BaseContext):
+        return value
+    methods = multiprocessing.get_all_start_methods()
+    expected = f"expected a multiprocessing context or one of {', '.join(map(repr, methods))}"
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name}: {expected}, found {type(value).__name__}")
+    if value is not None and value not in methods:
+        raise ValueError(f"{name}={value!r}: {expected}")
+    context: BaseContext = multiprocessing.get_context(value or "spawn")
+    return context

@@ -33,6 +33,7 @@ __all__ = [
     "bounded",
     "choose_address",
     "connect_store",
+    "given_secret",
     "resolve",
 ]
 
@@ -58,6 +59,24 @@ class ServerAddress:
 
     def __repr__(self) -> str:
         return f"ServerAddress({self.host}:{self.port})"  # the secret stays out of logs
+
+
+def given_secret(secret: str | bytes | None) -> bytes | None:
+    """The secret of a job: what a user gave, else ``MESHINFER_SECRET``, else ``None``.
+
+    Raises:
+        TypeError, ValueError: it is no text, or empty.
+    """
+    given = secret if secret is not None else os.environ.get(SECRET_VARIABLE)
+    if given is None:
+        return None
+    if not isinstance(given, (str, bytes)):
+        raise TypeError(f"secret: expected str or bytes, found {type(given).__name__}")
+    if not given:
+        raise ValueError(
+            f"secret (or {SECRET_VARIABLE}) is empty; give at least one character, or leave it out"
+        )
+    return given.encode() if isinstance(given, str) else given
 
 
 def resolve(host: str, port: int = 0) -> str:

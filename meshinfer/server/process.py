@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
-from meshinfer.arguments import as_count, as_seconds
+from meshinfer.arguments import as_context, as_count, as_seconds
 from meshinfer.errors import ClosedError, TransportError
 from meshinfer.inference.protocol import InferenceClient, InferenceTransport
 from meshinfer.inference.resolver import inference_transport_kind
@@ -27,7 +27,7 @@ from meshinfer.server.config import (
 )
 from meshinfer.server.lifetime import ServerHealth
 from meshinfer.server.process_control import ServerProcess
-from meshinfer.server.process_start import as_context, check_may_start, pickled_factory
+from meshinfer.server.process_start import check_may_start, pickled_factory
 from meshinfer.server.process_transport import SplitTransport, split_transport
 from meshinfer.server.process_weights import pack_weights
 from meshinfer.server.stats import ServerStats
@@ -116,7 +116,7 @@ class ProcessInferenceServer:
             "server_config": self.config,
             "device_config": devices,
         }
-        context = as_context(mp_context)
+        context = None if mp_context is None else as_context("mp_context", mp_context)
         self._startup_timeout = as_seconds("startup_timeout", startup_timeout)
         self._lock = threading.Lock()
         self._closed = False
@@ -129,7 +129,7 @@ class ProcessInferenceServer:
             response_spec=response_spec,
             transport_options=transport_options,
         )
-        self._context: Any = context or as_context(getattr(self.transport, "ctx", None) or "spawn")
+        self._context: Any = context or as_context("ctx", getattr(self.transport, "ctx", None))
         self._owner = os.getpid()
         self._finalizer = Finalize(
             self, _end, (self._lives, self._transport), exitpriority=_EXIT_PRIORITY

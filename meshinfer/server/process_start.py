@@ -5,14 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import reprlib
-from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
 
-__all__ = ["as_context", "check_may_start", "pickled_factory"]
-
-_METHODS = ("spawn", "forkserver", "fork")
+__all__ = ["check_may_start", "pickled_factory"]
 
 
 def pickled_factory(factory: Any) -> bytes:
@@ -29,18 +26,6 @@ def pickled_factory(factory: Any) -> bytes:
             f"policy_factory={reprlib.repr(factory)} cannot be sent to the server's process ({error}); give a"
             " function at the top level of a module, or functools.partial of one"
         ) from error
-
-
-def as_context(given: BaseContext | str | None) -> BaseContext | None:
-    """A context of :mod:`multiprocessing`; :class:`ValueError` for what names none."""
-    if given is None or isinstance(given, BaseContext):
-        return given
-    if given not in _METHODS:
-        raise ValueError(
-            f"mp_context={given!r}: expected a context of multiprocessing, or one of"
-            f" {', '.join(map(repr, _METHODS))}"
-        )
-    return multiprocessing.get_context(given)
 
 
 def check_may_start(context: Any) -> None:

@@ -21,7 +21,14 @@ from meshinfer.inference.distributed.reception import Reception
 from meshinfer.inference.distributed.session import Request
 from meshinfer.inference.future import ReplyFuture
 from meshinfer.inference.rowwise import RowwiseTransport
-from meshinfer.rendezvous import SECRET_VARIABLE, Directory, ServerAddress, choose_address, resolve
+from meshinfer.rendezvous import (
+    SECRET_VARIABLE,
+    Directory,
+    ServerAddress,
+    choose_address,
+    given_secret,
+    resolve,
+)
 
 __all__ = ["DistributedTransport"]
 
@@ -95,7 +102,7 @@ class DistributedTransport(RowwiseTransport):
         self._closed = False
         self._own_client: DistributedClient | None = None
         self._reception: Reception | None = None
-        given = _given_secret(secret)
+        given = given_secret(secret)
         if role == "server":
             reach = None if directory is None else (directory.host, directory.port)
             self._reception = self._open(host, port, given, reach, spans_hosts, expected_ranks)
@@ -273,19 +280,6 @@ def _locator(
             "role='client' needs to know where the server is: pass host= and port=, or use init_mesh() under a launcher"
         )
     return Listed(directory, name, secret)
-
-
-def _given_secret(secret: str | bytes | None) -> bytes | None:
-    given = secret if secret is not None else os.environ.get(SECRET_VARIABLE)
-    if given is None:
-        return None
-    if not isinstance(given, (str, bytes)):
-        raise TypeError(f"secret: expected str or bytes, found {type(given).__name__}")
-    if not given:
-        raise ValueError(
-            f"secret (or {SECRET_VARIABLE}) is empty; give at least one character, or leave it out"
-        )
-    return given.encode() if isinstance(given, str) else given
 
 
 def _check(*, backend: str, timeout: float, role: str, port: int | None, window: int) -> None:

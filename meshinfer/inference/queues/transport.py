@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
-from meshinfer.arguments import as_count, as_seconds
+from meshinfer.arguments import as_context, as_count, as_seconds
 from meshinfer.errors import ClosedError
 from meshinfer.inference.future import ReplyFuture
 from meshinfer.inference.queues.address import Address
@@ -20,7 +18,7 @@ from meshinfer.inference.queues.client import MPClient
 from meshinfer.inference.queues.hub import Hub
 from meshinfer.inference.queues.session import Request
 from meshinfer.inference.remote_errors import encode_exception
-from meshinfer.rendezvous import SECRET_VARIABLE
+from meshinfer.rendezvous import given_secret
 
 __all__ = ["MPTransport"]
 
@@ -59,7 +57,7 @@ class MPTransport:
         address: str | None = None,
         secret: str | bytes | None = None,
     ) -> None:
-        self.ctx = _context(ctx)
+        self.ctx = as_context("ctx", ctx)
         self.timeout = as_seconds("timeout", timeout)
         self.role: str = role
         self.policy_version_key: tuple[str, ...] | None = ("policy_version",)
@@ -261,32 +259,13 @@ def _unreadable(error: Exception) -> TypeError:
     return failure
 
 
-def _context(ctx: BaseContext | str | None) -> Any:
-    if isinstance(ctx, BaseContext):
-        return ctx
-    if ctx is not None and not isinstance(ctx, str):
-        raise TypeError(
-            f"ctx: expected a multiprocessing context or the name of a start method, found {type(ctx).__name__}"
-        )
-    methods = multiprocessing.get_all_start_methods()
-    if ctx is not None and ctx not in methods:
-        raise ValueError(f"ctx={ctx!r}: expected one of {', '.join(map(repr, methods))}")
-    return multiprocessing.get_context(ctx or "spawn")
-
-
 def _address(role: str, name: str | None, secret: str | bytes | None) -> Address:
     if role not in ("server", "client"):
         raise ValueError(f"role={role!r}: expected 'server' or 'client'")
-    given = secret if secret is not None else os.environ.get(SECRET_VARIABLE)
-    if given is not None and not isinstance(given, (str, bytes)):
-        raise TypeError(f"secret: expected str or bytes, found {type(given).__name__}")
-    if given is not None and not given:
-        raise ValueError(
-            f"secret (or {SECRET_VARIABLE}) is empty; give at least one character, or leave it out"
-        )
+    given = given_secret(secret)
     if role == "client" and (name is None or given is None):
         raise ValueError(
             "role='client' needs to know where the server is: pass its address and its secret, or give this process "
             "clients of the server's transport"
         )
-    return Address.of(name, given.encode() if isinstance(given, str) else given)
+    return Address.of(name, given)

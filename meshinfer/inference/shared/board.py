@@ -215,7 +215,7 @@ class Board:
         """
         if self._words[_CLOSED]:
             raise ServerClosedError("this transport was closed by the process that made it")
-        if not self.block.hold(Lock.SERVER) and not self.block.holds(Lock.SERVER):
+        if not self.block.hold(Lock.SERVER):
             pid = self.block.holder(Lock.SERVER)
             raise TransportError(f"process {pid} serves this transport already")
         self._words[_SERVED] += 1

@@ -96,6 +96,8 @@ class SlotClient(ABC):
         slot = self._take_slot(board, self._timeout if timeout is None else timeout)
         try:
             identifier = self._write(board, slot, payload)
+            board.posted[slot] = (board.posted[slot] + 1) & 0xFFFFFFFF
+            board.work.post()
             future = SlotFuture(self, slot, identifier)
         except BaseException:
             self._give_back(slot)
@@ -103,8 +105,6 @@ class SlotClient(ABC):
         self._flying[slot] = identifier, weakref.ref(future)
         if self._closed:  # meanwhile, by another thread
             future.fail(ClosedError("the client was closed with this request in flight"))
-        board.posted[slot] = (board.posted[slot] + 1) & 0xFFFFFFFF
-        board.work.post()
         return future
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import weakref
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, TypeVar
 
-from meshinfer.arguments import as_count, as_seconds
+from meshinfer.arguments import as_context, as_count, as_seconds
 from meshinfer.errors import ClosedError, TransportError
 from meshinfer.inference.rowwise import RowwiseTransport
 from meshinfer.inference.shared.board import Board, BoardHandle
@@ -19,7 +18,7 @@ from meshinfer.inference.shared.client import (
 )
 from meshinfer.inference.shared.desk import Desk, SlotRequest
 
-__all__ = ["SharedTransport", "start_context"]
+__all__ = ["SharedTransport"]
 
 C = TypeVar("C", bound=SlotClient)
 
@@ -46,7 +45,7 @@ class SharedTransport(RowwiseTransport, Generic[C]):
     ) -> None:
         as_count("num_slots", num_slots)
         self.timeout = as_seconds("timeout", timeout)
-        self.ctx = start_context(ctx)
+        self.ctx = as_context("ctx", ctx)
         super().__init__(request_spec, response_spec)
         self.num_slots = num_slots
         if board is None:
@@ -57,6 +56,7 @@ class SharedTransport(RowwiseTransport, Generic[C]):
         self._pid = os.getpid()
         self._desk: Desk | None = None
         self._elsewhere = False
+        self._version_key: tuple[tuple[str, ...] | None] | None = None
         self._closed = False
         self._desks: list[Desk] = []
         end = self._board.close if self._owns else self._board.leave
@@ -122,11 +122,13 @@ class SharedTransport(RowwiseTransport, Generic[C]):
     @property
     def policy_version_key(self) -> tuple[str, ...] | None:
         """Where clients put the policy version that travels with each reply."""
-        return self._board.version_key
+        # Asked for with each batch: only another process's server could have changed what was set here.
+        return self._board.version_key if self._version_key is None else self._version_key[0]
 
     @policy_version_key.setter
     def policy_version_key(self, key: tuple[str, ...] | None) -> None:
         self._board.version_key = key
+        self._version_key = (key,)
 
     def wait_for_work(self, timeout: float | None = None) -> bool:
         """Wait until a request is ready: whether one is. Returns early when closed or woken."""
@@ -166,17 +168,6 @@ class SharedTransport(RowwiseTransport, Generic[C]):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"this {type(self).__name__} was closed; make a new one")
-
-
-def start_context(ctx: BaseContext | str | None) -> BaseContext:
-    """A multiprocessing context; :class:`TypeError` or :class:`ValueError` for what is none."""
-    if ctx is None or isinstance(ctx, str):
-        return multiprocessing.get_context(ctx or "spawn")
-    if not isinstance(ctx, BaseContext):
-        raise TypeError(
-            f"ctx: expected a multiprocessing context or a start method, found {type(ctx).__name__}"
-        )
-    return ctx
 
 
 def _close(end: Callable[[], None], owns: bool, desks: list[Desk], pid: int) -> None:
