@@ -102,7 +102,8 @@ class DistributedClient:
         try:
             return future.result(deadline - time.monotonic())
         except TimeoutError:
-            future.cancel()
+            if not future.cancel():  # it has come meanwhile, or is what the policy raised
+                return future.result(0)
             raise TimeoutError(f"no reply within {timeout:g} s; the request is given up") from None
 
     def submit(self, payload: TensorDictBase, timeout: float | None = None) -> ReplyFuture:

@@ -74,7 +74,8 @@ class SlotClient(ABC):
         try:
             return future.result(deadline - time.monotonic())
         except TimeoutError:
-            future.cancel()
+            if not future.cancel():  # it has come meanwhile, or is what the policy raised
+                return future.result(0)
             raise TimeoutError(f"no reply within {timeout:g} s; the request is given up") from None
 
     def submit(self, payload: TensorDictBase, timeout: float | None = None) -> SlotFuture:
@@ -88,16 +89,10 @@ class SlotClient(ABC):
             TimeoutError: no slot became free.
             ValueError, TypeError, ServerClosedError, PeerLostError, ClosedError: as in :meth:`__call__`.
         """
-        board = self._board
-        if board is None or self._closed or self._pid != os.getpid():
-            board = self._open()
-        if board.closed:
-            raise board.error() or TransportError("the transport is closed")
+        board = self._ready_board()
         slot = self._take_slot(board, self._timeout if timeout is None else timeout)
         try:
             identifier = self._write(board, slot, payload)
-            board.posted[slot] = (board.posted[slot] + 1) & 0xFFFFFFFF
-            board.work.post()
             future = SlotFuture(self, slot, identifier)
         except BaseException:
             self._give_back(slot)
@@ -177,6 +172,7 @@ class SlotClient(ABC):
         return layout.reader(frame.views, version_stamp(frame, layout, version_key))
 
     def _write(self, board: Board, slot: int, payload: TensorDictBase) -> int:
+        """Ask: write the request into the slot, then its number, then tell the server; the number."""
         frame = board.requests[slot]
         header = frame.header
         header[_ID] = 0  # while the row is neither the last request nor this one
@@ -188,7 +184,17 @@ class SlotClient(ABC):
         memory_fence()
         header[_ID] = identifier
         memory_fence()
+        board.posted[slot] = (board.posted[slot] + 1) & 0xFFFFFFFF
+        board.work.post()
         return identifier
+
+    def _ready_board(self) -> Board:
+        board = self._board
+        if board is None or self._closed or self._pid != os.getpid():
+            board = self._open()
+        if board.closed:
+            raise board.error() or TransportError("the transport is closed")
+        return board
 
     def _open(self) -> Board:
         """The board, in this process for the first time, or an error."""
@@ -212,7 +218,7 @@ class SlotClient(ABC):
         self._opening = threading.Lock()
         self._board = None
         self._identifiers = itertools.count(new_identifier())
-        self._flying: dict[int, tuple[int, weakref.ref[SlotFuture]]] = {}
+        self._flying: dict[int, tuple[int, Callable[[], Any]]] = {}
         self._readers: dict[int, Callable[[], TensorDictBase]] = {}
         self._submitting = threading.Lock()
         self._finalizer: Any = weakref.finalize(self, _nothing)

@@ -20,7 +20,7 @@ from meshinfer.inference.shared.board import LOOK_SECONDS, Board, Kind, Response
 from meshinfer.memory import open_through
 from meshinfer.semaphore import memory_fence
 
-__all__ = ["SlotFuture"]
+__all__ = ["SlotFuture", "read_error"]
 
 logger = logging.getLogger("meshinfer.shared")
 
@@ -158,26 +158,7 @@ class SlotFuture:
         if self._header[_KIND] == _RESULT:
             self._settle(self._owner.read(self._board, self.slot), None)
         else:
-            self._settle(None, self._read_error())
-
-    def _read_error(self) -> BaseException:
-        header, place = self._header, self._board.responses.octets(self.slot)
-        if header[_KIND] == Kind.LARGE_ERROR:
-            data = self._read_file(header[Response.LENGTH])
-            return decode_exception(data or bytes(place[: header[Response.SUMMARY]]))
-        return decode_exception(bytes(place[: header[Response.LENGTH]]))
-
-    def _read_file(self, length: int) -> bytes:
-        """What the server keeps for this request; nothing if it does not any more."""
-        header = self._header
-        try:
-            descriptor = open_through(header[Response.PID], header[Response.DESCRIPTOR])
-        except OSError as error:  # a lost peer is one too
-            logger.debug("the details of an exception are gone: %s", str(error))
-            return b""
-        with open(descriptor, "rb"):
-            ours = os.pread(descriptor, 8, 0) == struct.pack("<q", self._identifier)
-            return os.pread(descriptor, length, 8) if ours else b""
+            self._settle(None, read_error(self._board, self.slot, self._identifier))
 
     def _lose_if_lost(self) -> bool:
         error = self._board.error()
@@ -223,6 +204,27 @@ class SlotFuture:
             loop.call_soon_threadsafe(mark, arrived)
         except RuntimeError as error:  # the loop was closed meanwhile
             logger.debug("nobody awaits a reply any more: %s", str(error))
+
+
+def read_error(board: Board, slot: int, identifier: int) -> BaseException:
+    """The exception in a slot's response, which answers request ``identifier``."""
+    header, place = board.responses[slot].header, board.responses.octets(slot)
+    if header[_KIND] == Kind.LARGE_ERROR:
+        data = _read_file(header, identifier)
+        return decode_exception(data or bytes(place[: header[Response.SUMMARY]]))
+    return decode_exception(bytes(place[: header[Response.LENGTH]]))
+
+
+def _read_file(header: memoryview[int], identifier: int) -> bytes:
+    """What the server keeps for this request; nothing if it does not any more."""
+    try:
+        descriptor = open_through(header[Response.PID], header[Response.DESCRIPTOR])
+    except OSError as error:  # a lost peer is one too
+        logger.debug("the details of an exception are gone: %s", str(error))
+        return b""
+    with open(descriptor, "rb"):
+        ours = os.pread(descriptor, 8, 0) == struct.pack("<q", identifier)
+        return os.pread(descriptor, header[Response.LENGTH], 8) if ours else b""
 
 
 def _too_late(timeout: float | None) -> TimeoutError:
