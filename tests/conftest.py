@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import warm
 from support import wait_until
 
 # torch looks up the name of every address that it connects to. A resolver that answers seldom, as in
@@ -67,8 +68,9 @@ def is_ours(thread: threading.Thread) -> bool:
 
 def started_here(pid: int) -> bool:
     """Whether a test of this session started the process, itself or through another process."""
-    if pid in (resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid):
-        return False  # multiprocessing keeps these two until the interpreter ends
+    lasting = resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid
+    if pid in (*lasting, *warm.standing()):  # these stay until the interpreter ends
+        return False
     try:
         process = psutil.Process(pid)
         return process.ppid() == os.getpid() or process.environ().get(SESSION_VARIABLE) == SESSION
@@ -78,6 +80,12 @@ def started_here(pid: int) -> bool:
 
 def pytest_configure() -> None:
     os.environ[SESSION_VARIABLE] = SESSION
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of every later collection, which it would make ten times slower."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import torch
-from support import wait_until
+from support import PRELOADED, wait_until
 from tensordict import TensorDict, TensorDictBase
 
 from meshinfer import (
@@ -46,7 +46,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # Its children are forked, in milliseconds, from a process that has imported these and done nothing else.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["meshinfer", "psutil"])
+processes.set_forkserver_preload(PRELOADED)
 
 
 def request(value: int, width: int = 1) -> TensorDict:
@@ -221,6 +221,7 @@ class Worker:
         """End it, whatever state it is in."""
         with contextlib.suppress(OSError):  # it has ended
             os.killpg(self.pid, signal.SIGKILL)
+        self.process.kill()  # it may not have made its group yet
         self.process.join()
         self.process.close()
         self._pipe.close()

@@ -10,12 +10,13 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from support import wait_until
+from warm import WarmProcess, python_command
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME_LOOKUP = "hostname of the client socket cannot be retrieved"
@@ -76,24 +77,27 @@ class Ending:
 
 
 class Program:
-    """A running program, in a process group of its own, whose lines are read as they come."""
+    """A running program, in a session of its own, whose lines are read as they come.
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    Args:
+        command: what would follow ``python``.
+        environment: the whole of it.
+        cold: run it in a new interpreter, not in one that is forked once everything is imported.
+    """
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], *, cold: bool = False
+    ) -> None:
+        (stdin, self._stdin), (output, stdout), (errors, stderr) = (os.pipe() for _ in range(3))
+        start = start_cold if cold else WarmProcess
+        self.process = start(command, env=environment, cwd=ROOT, files=(stdin, stdout, stderr))
+        for descriptor in (stdin, stdout, stderr):
+            os.close(descriptor)
         self.lines: list[str] = []
         self._errors: list[str] = []
         self._readers = [
-            threading.Thread(target=self._read, args=(self.process.stdout, self.lines)),
-            threading.Thread(target=self._read, args=(self.process.stderr, self._errors)),
+            threading.Thread(target=self._read, args=(output, self.lines)),
+            threading.Thread(target=self._read, args=(errors, self._errors)),
         ]
         for reader in self._readers:
             reader.start()
@@ -103,9 +107,7 @@ class Program:
         return self.process.pid
 
     def tell(self, line: str = "") -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
+        os.write(self._stdin, f"{line}\n".encode())
 
     def hear(self, start: str, count: int = 1, timeout: float = 40.0) -> list[str]:
         """What follows ``start`` in the first ``count`` lines that begin with it."""
@@ -132,24 +134,40 @@ class Program:
         self.process.wait()
         for reader in self._readers:
             reader.join()
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        os.close(self._stdin)
 
     @staticmethod
-    def _read(stream: object, into: list[str]) -> None:
-        into.extend(stream)  # type: ignore[arg-type]
+    def _read(descriptor: int, into: list[str]) -> None:
+        with open(descriptor, encoding="utf-8") as stream:
+            into.extend(stream)
+
+
+def start_cold(
+    command: list[str], *, env: dict[str, str], cwd: Path, files: tuple[int, int, int]
+) -> subprocess.Popen[bytes]:
+    """As a :class:`WarmProcess`, but nothing is imported when it starts."""
+    stdin, stdout, stderr = files
+    return subprocess.Popen(
+        [sys.executable, "-u", *command],
+        env=env,
+        cwd=cwd,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
 
 
 @contextmanager
-def programs(tmp_path: Path, **sources: str) -> Iterator[dict[str, Program]]:
-    """All started at once, by name; each is a file, so that tracebacks can be read."""
+def programs(
+    tmp_path: Path, *, cold: Collection[str] = (), **sources: str
+) -> Iterator[dict[str, Program]]:
+    """All started at once, by name, those in ``cold`` in new interpreters; each is a file, for its tracebacks."""
     running: dict[str, Program] = {}
     try:
         for name, source in sources.items():
             path = write_program(tmp_path, name, source)
-            running[name] = Program([sys.executable, "-u", str(path)], environment())
+            running[name] = Program([str(path)], environment(), cold=name in cold)
         yield running
     finally:
         for program in running.values():
@@ -157,11 +175,12 @@ def programs(tmp_path: Path, **sources: str) -> Iterator[dict[str, Program]]:
 
 
 @contextmanager
-def torchrun(tmp_path: Path, source: str, ranks: int, *options: str) -> Iterator[Program]:
+def torchrun(tmp_path: Path, source: str, ranks: int, *, cold: bool = False) -> Iterator[Program]:
     """``ranks`` processes of one program under torchrun."""
     path = write_program(tmp_path, "job", source)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    job = Program([*command, f"--nproc-per-node={ranks}", *options, str(path)], environment())
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    python = {} if cold else {"PYTHON_EXEC": python_command(tmp_path)}
+    job = Program([*command, str(path)], {**environment(), **python}, cold=cold)
     try:
         yield job
     finally:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from warm import WarmProcess, python_command
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = ROOT / "tests" / "mesh_ranks.py"
 RESULTS_VARIABLE = "MESHINFER_TEST_RESULTS"
 JOB_SECONDS = 50.0
-"""For a whole job; most of it is importing torch in each rank, on cores that others use too."""
+"""For a whole job, on cores that others use too."""
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_")
 
@@ -42,21 +43,37 @@ class Ended:
 
 
 class Job:
-    """One running command and whatever it starts."""
+    """One running command and whatever it starts.
 
-    def __init__(self, command: Sequence[str], folder: Path, variables: dict[str, str]) -> None:
+    Args:
+        command: is forked once everything is imported if it is a program of this Python, and if that is torchrun, so
+            are the ranks.
+        folder: for what it writes.
+        variables: of its environment, beside those of the tests.
+        cold: have new interpreters instead, as a user has.
+    """
+
+    def __init__(
+        self, command: Sequence[str], folder: Path, variables: dict[str, str], cold: bool
+    ) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self._began = time.monotonic()
-        with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
-            self.process = subprocess.Popen(
+        warm = command[0] == sys.executable and not cold
+        if warm:
+            variables = {"PYTHON_EXEC": python_command(folder), **variables}
+        with (
+            open(os.devnull, "rb") as stdin,
+            open(folder / "stdout", "wb") as stdout,
+            open(folder / "stderr", "wb") as stderr,
+        ):
+            self.process = (_start_warm if warm else _start_cold)(
                 command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                cwd=ROOT,
                 env=_environment(folder, variables),
-                start_new_session=True,
+                cwd=ROOT,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
             )
 
     def end(self, timeout: float = JOB_SECONDS) -> Ended:
@@ -90,20 +107,31 @@ class Job:
         )
 
 
+def _start_warm(command: Sequence[str], **options: Any) -> WarmProcess:
+    files = [options.pop(name).fileno() for name in ("stdin", "stdout", "stderr")]
+    return WarmProcess(command[1:], files=files, **options)
+
+
+def _start_cold(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, start_new_session=True, **options)
+
+
 @contextmanager
-def running(folder: Path, *commands: Sequence[str], **variables: str) -> Iterator[list[Job]]:
+def running(
+    folder: Path, *commands: Sequence[str], cold: bool = False, **variables: str
+) -> Iterator[list[Job]]:
     """Start commands at the same moment; all are gone afterwards."""
     with ExitStack() as stack:
         jobs = []
         for number, command in enumerate(commands):
-            jobs.append(Job(command, folder / f"job{number}", variables))
+            jobs.append(Job(command, folder / f"job{number}", variables, cold))
             stack.callback(jobs[-1].kill)
         yield jobs
 
 
-def run(folder: Path, command: Sequence[str], **variables: str) -> Ended:
+def run(folder: Path, command: Sequence[str], *, cold: bool = False, **variables: str) -> Ended:
     """Start one command and wait for its end."""
-    with running(folder, command, **variables) as (job,):
+    with running(folder, command, cold=cold, **variables) as (job,):
         return job.end()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import sys
@@ -19,6 +20,7 @@ import meshinfer
 REQUEST = TensorDict({"x": torch.zeros(())})
 RESPONSE = TensorDict({"y": torch.zeros(())})
 SECONDS = 20.0
+CLONE_NEWNET = 0x40000000
 
 
 class Plus:
@@ -219,6 +221,7 @@ def explicit(rank: str, world_size: str, port: str) -> None:
 
 def namespaced(rank: str, master: str, port: str, interface: str, address: str) -> None:
     """One of two hosts: with no option, with the variable, with the argument by name and by address."""
+    enter_namespace(interface)
     mesh = meshinfer.init_mesh(
         rank=int(rank), world_size=2, local_world_size=1, host=master, port=int(port)
     )
@@ -240,6 +243,14 @@ def namespaced(rank: str, master: str, port: str, interface: str, address: str) 
             with transport.client() as client:
                 seen[name] = ask(client, 3)
     report(f"rank{rank}", **seen, loopback=refusal_of_loopback(mesh))
+
+
+def enter_namespace(name: str) -> None:
+    """See and use the network of the namespace ``name`` only; the interface in it has the same name."""
+    with open(f"/run/netns/{name}") as namespace:
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
 
 
 def refusal_of_loopback(mesh: meshinfer.Mesh) -> dict[str, Any]:

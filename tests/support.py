@@ -9,6 +9,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+PRELOADED = ["pytest", "psutil", "meshinfer.testing.preloaded"]
+"""For multiprocessing's fork server: what its processes would import otherwise. There is one server for all tests."""
+
 
 def wait_until(predicate: Callable[[], T], timeout: float, interval: float = 0.01) -> T:
     """Call ``predicate`` until it is true or ``timeout`` seconds have passed; its last value.

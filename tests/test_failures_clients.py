@@ -70,7 +70,7 @@ def test_a_killed_client_is_replaced_again_and_again_while_the_others_go_on(inli
             other.call(connect, port_of(server), who=who)
             other.begin(query_again_and_again)
         after_first: Held | None = None
-        for round_ in range(20):
+        for round_ in range(8):
             victim = Worker()
             workers.append(victim)
             victim.call(connect, port_of(server), who=RANK, rank=RANK)
@@ -192,7 +192,7 @@ def test_a_client_that_dies_half_joined_delays_nobody_and_leaves_no_key(
 ) -> None:
     policy = Doubler()
     nonces = noted_nonces(monkeypatch)
-    with serving(policy, timeout=2.0) as server, crew(3) as (victim, other, newcomer):
+    with serving(policy, timeout=1.0) as server, crew(3) as (victim, other, newcomer):
         other.call(connect, port_of(server), who=1, timeout=20.0)
         victim.begin(die_while_joining, port_of(server), owner, name)
         assert wait_until(lambda: not victim.process.is_alive(), SECONDS)
@@ -242,7 +242,7 @@ def push_hello(reception: Reception, identity: Identity) -> str:
 
 def test_many_half_joined_clients_freeze_neither_joins_nor_exceptions() -> None:
     policy = Doubler()
-    with serving(policy, timeout=4.0) as server, server.client() as early:
+    with serving(policy, timeout=2.0) as server, server.client() as early:
         ask(early, 1)
         reception = server.transport._reception
         threads = Held.by(server).threads

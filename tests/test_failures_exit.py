@@ -54,7 +54,7 @@ def test_a_client_may_end_in_any_way_right_after_its_last_reply(tmp_path: Path) 
         client.submit(request(5))
         client.close()
         """
-    with serving(policy) as server, programs(tmp_path, **sources) as running:
+    with serving(policy) as server, programs(tmp_path, cold=["return"], **sources) as running:
         for program in running.values():
             program.tell(str(port_of(server)))
         # Whoever's held request is computed: release it when its program has ended.
@@ -89,9 +89,8 @@ def test_a_server_may_end_in_any_way_without_a_shutdown(tmp_path: Path) -> None:
         "raise_": "raise KeyError('at top level')",
         "pending": "assert policy.computing.wait(30)",
     }
-    with programs(
-        tmp_path, **{name: textwrap.dedent(start) + code for name, code in sources.items()}
-    ) as running:
+    sources = {name: textwrap.dedent(start) + code for name, code in sources.items()}
+    with programs(tmp_path, cold=["return"], **sources) as running:
         clients = {
             name: client_at(int(program.hear("port ")[0])) for name, program in running.items()
         }

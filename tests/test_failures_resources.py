@@ -47,17 +47,17 @@ def join_ask_leave(station: Any, port: int, rounds: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_rounds_of_join_ask_leave_cost_nothing_that_stays() -> None:
+def test_many_rounds_of_join_ask_leave_cost_nothing_that_stays() -> None:
     with serving(Doubler()) as server, crew(1) as (worker,):
-        worker.call(join_ask_leave, port_of(server), 20, within=60.0)
+        worker.call(join_ask_leave, port_of(server), 15, within=60.0)
         assert wait_until(lambda: server.stats().clients == 0, 5.0)
         held, memory = Held.by(server), resident()
         theirs = worker.call(resident)
-        worker.call(join_ask_leave, port_of(server), 80, within=60.0)
+        worker.call(join_ask_leave, port_of(server), 45, within=60.0)
         assert wait_until(lambda: server.stats().clients == 0, 5.0)
         assert wait_until(lambda: Held.by(server) == held, 5.0), (held, Held.by(server))
-        assert resident() - memory < 8 * MEBIBYTE
-        assert worker.call(resident) - theirs < 8 * MEBIBYTE
+        assert resident() - memory < 5 * MEBIBYTE
+        assert worker.call(resident) - theirs < 5 * MEBIBYTE
 
 
 def test_leavers_in_one_process_leave_no_thread_and_no_descriptor() -> None:
@@ -117,10 +117,10 @@ def cpu_seconds(station: Any, idle: float) -> float:
 def test_a_thousand_reserved_clients_cost_an_idle_server_nothing() -> None:
     with crew(1) as (server,):
         server.call(serve)
-        without = server.call(cpu_seconds, 3.0)
+        without = server.call(cpu_seconds, 1.5)
         server.call(reserve, 1000)
-        with_them = server.call(cpu_seconds, 3.0)
-        assert with_them - without < 0.01 * 3.0
+        with_them = server.call(cpu_seconds, 1.5)
+        assert with_them - without < 0.01 * 1.5
 
 
 def join_all(station: Any, port: int, count: int) -> float:

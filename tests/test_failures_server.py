@@ -30,6 +30,7 @@ from failure_roles import (
 from support import wait_until
 
 from meshinfer import ClosedError, PeerLostError, ServerClosedError
+from meshinfer.inference.distributed import client as client_module
 
 LARGE = 1 << 20
 """int64 values: 8 MiB, more than sockets buffer."""
@@ -73,10 +74,10 @@ def test_calls_after_the_server_was_killed_do_not_hang() -> None:
         client.call(connect, port)
         server.kill()
         for _ in range(2):
-            client.begin(query, 1, timeout=2.0)
+            client.begin(query, 1, timeout=1.0)
             outcome = client.outcome(10.0)
             assert isinstance(outcome.error, PeerLostError | TimeoutError)
-            assert outcome.seconds < 5.0
+            assert outcome.seconds < 4.0
 
 
 @pytest.mark.slow
@@ -84,29 +85,35 @@ def test_a_stopped_server_is_noticed_at_the_deadline_and_serves_on_afterwards() 
     with crew(4) as (server, with_deadline, without, large):
         port = server.call(serve, width=LARGE)
         for client in (with_deadline, without, large):
-            client.call(connect, port, width=LARGE, timeout=3.0, first=None)
+            client.call(connect, port, width=LARGE, timeout=1.5, first=None)
             client.call(query, 1, timeout=20.0)
+        without.call(ask_for_a_sign_of_life_within, 3.0)
         server.signal(signal.SIGSTOP)
-        with_deadline.begin(query, 1, timeout=2.0)
-        large.begin(submit_and_collect, [1] * 5, timeout=2.0)  # more than the wire takes
+        with_deadline.begin(query, 1, timeout=1.0)
+        large.begin(submit_and_collect, [1] * 5, timeout=0.5)  # more than the wire takes
         without.begin(query, 1)
         outcome = with_deadline.outcome(10.0)
         assert isinstance(outcome.error, TimeoutError)
-        assert 1.9 < outcome.seconds < 4.0
+        assert 0.9 < outcome.seconds < 3.0
         outcome = large.outcome(30.0)
         assert outcome.get() == ["TimeoutError"] * 5
-        assert outcome.seconds < 14.0
-        with_deadline.begin(query, 1, timeout=1.0)  # a second call does not wait behind the first
+        assert outcome.seconds < 6.5
+        with_deadline.begin(query, 1, timeout=0.5)  # a second call does not wait behind the first
         outcome = with_deadline.outcome(10.0)
         assert isinstance(outcome.error, TimeoutError)
-        assert outcome.seconds < 3.0
+        assert outcome.seconds < 2.5
         outcome = without.outcome(40.0)
         assert isinstance(outcome.error, PeerLostError)
         assert "not answer" in str(outcome.error)
-        assert outcome.seconds < 25.0  # its timeout, and as long again as asking may take
+        assert outcome.seconds < 10.0  # its timeout, and as long again as asking may take
         server.signal(signal.SIGCONT)
         with_deadline.call(query, 2, timeout=SECONDS)
         without.call(query, 3, timeout=SECONDS)
+
+
+def ask_for_a_sign_of_life_within(station: Any, seconds: float) -> None:
+    """At a client: not as long as a slow name server may need."""
+    client_module._PROBE_SECONDS = seconds
 
 
 def test_a_client_that_joins_a_stopped_server_keeps_its_deadline() -> None:
@@ -114,10 +121,10 @@ def test_a_client_that_joins_a_stopped_server_keeps_its_deadline() -> None:
         port = server.call(serve)
         server.signal(signal.SIGSTOP)
         client.call(connect, port, first=None)
-        client.begin(query, 1, timeout=2.0)
+        client.begin(query, 1, timeout=1.0)
         outcome = client.outcome(20.0)
         assert isinstance(outcome.error, TimeoutError)
-        assert outcome.seconds < 4.0 + 5.0, "the 5 s are for a slow name server"
+        assert outcome.seconds < 3.0 + 5.0, "the 5 s are for a slow name server"
         server.signal(signal.SIGCONT)
         client.call(query, 2, timeout=SECONDS)
 
@@ -132,15 +139,15 @@ def test_a_slow_policy_is_not_a_dead_server() -> None:
         client.begin(query, HELD)
         assert server.call(wait_until_computing)
         with pytest.raises(AssertionError, match="no outcome"):
-            client.outcome(2.0)
+            client.outcome(1.3)
         server.call(go_on)
         client.outcome(10.0).get()
 
 
 def test_idling_is_never_a_timeout() -> None:
-    with serving(Doubler(), timeout=1.0) as server, server.client() as client:
+    with serving(Doubler(), timeout=0.8) as server, server.client() as client:
         client(request(1), SECONDS)
-        assert not wait_until(lambda: server.stats().clients == 0, 3.0)
+        assert not wait_until(lambda: server.stats().clients == 0, 2.0)
         ask(client, 2)
         ask(client, 3, 1.0)
 
@@ -176,22 +183,23 @@ def shut_down_while_computing(station: Any) -> None:
 @pytest.mark.parametrize("inline", [True, False])
 def test_the_batch_that_is_being_computed_is_answered(inline: bool) -> None:
     policy = Doubler()
-    with serving(policy, inline=inline) as server, crew(2) as (client, other):
-        client.call(connect, port_of(server))
-        other.call(connect, port_of(server))
+    with serving(policy, inline=inline) as server, crew(3) as (client, *others):
+        for worker in (client, *others):
+            worker.call(connect, port_of(server))
         client.begin(query, HELD)
         assert policy.computing.wait(SECONDS)
-        other.begin(query, 2)
-        assert wait_until(lambda: server.transport.num_waiting == 1, SECONDS)
+        for other in others:
+            other.begin(query, 2)
+        # Inline, the thread that computes may be the one that receives from one of the others.
+        assert wait_until(lambda: server.transport.num_waiting > 0, SECONDS)
         stopping = threading.Thread(target=server.shutdown)
         stopping.start()
         assert wait_until(lambda: server._closed, SECONDS)
         policy.go_on.set()
         client.outcome(10.0).get()
-        error = other.outcome(
-            10.0
-        ).error  # who computes may serve it before it learns of the shutdown
-        assert error is None or isinstance(error, ServerClosedError)
+        for other in others:
+            error = other.outcome(10.0).error  # a reply, if it was served before the end was known
+            assert error is None or isinstance(error, ServerClosedError)
         stopping.join(SECONDS)
         assert not stopping.is_alive()
 
@@ -199,18 +207,19 @@ def test_the_batch_that_is_being_computed_is_answered(inline: bool) -> None:
 @pytest.mark.parametrize("inline", [True, False])
 def test_a_policy_that_is_stuck_is_reported_and_its_clients_are_told(inline: bool) -> None:
     policy = Doubler()
-    with serving(policy, inline=inline) as server, crew(2) as (client, other):
-        for worker in (client, other):
+    with serving(policy, inline=inline) as server, crew(3) as (client, *others):
+        for worker in (client, *others):
             worker.call(connect, port_of(server))
         client.begin(query, HELD)
         assert policy.computing.wait(SECONDS)
-        other.begin(query, 1)
-        assert wait_until(lambda: server.transport.num_waiting == 1, SECONDS)
+        for other in others:
+            other.begin(query, 1)
+        assert wait_until(lambda: server.transport.num_waiting > 0, SECONDS)
         began = time.monotonic()
         with pytest.raises(TimeoutError, match="still computing"):
             server.shutdown(0.5)
         assert time.monotonic() - began < 8.0
-        for worker in (client, other):
+        for worker in (client, *others):
             assert isinstance(worker.outcome(5.0).error, ServerClosedError | PeerLostError)
         policy.go_on.set()
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import mesh_jobs
 import pytest
 
 from meshinfer.errors import MeshError
 from meshinfer.mesh.launcher import LaunchEnvironment
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # Rank 5 of two nodes with four processes each.
 TORCHRUN = {
@@ -223,33 +218,13 @@ pathlib.Path(sys.argv[1], f"{env.rank}.json").write_text(json.dumps(report))
 """
 
 
-def run_torchrun(*arguments: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    # The ranks are in sessions of their own: only the agent, asked by SIGTERM, can end them all.
-    with subprocess.Popen(
-        command, env=environ, start_new_session=True, stderr=subprocess.PIPE, text=True
-    ) as agent:
-        try:
-            _, errors = agent.communicate(timeout=90)
-            assert agent.returncode == 0, errors
-        finally:
-            if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGTERM)
-                try:
-                    agent.wait(timeout=35)
-                except subprocess.TimeoutExpired:
-                    os.killpg(agent.pid, signal.SIGKILL)
-
-
-@pytest.mark.timeout(150)
 def test_every_rank_of_a_real_torchrun_reads_its_place_and_reaches_the_store(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "rank_program.py"
     program.write_text(RANK_PROGRAM)
-    run_torchrun("--standalone", "--nproc-per-node", "2", str(program), str(tmp_path))
+    ended = mesh_jobs.run(tmp_path / "job", mesh_jobs.torchrun(2, str(program), str(tmp_path)))
+    assert ended.code == 0, str(ended)
 
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     host, port = reports[0]["store_address"]

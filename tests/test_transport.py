@@ -20,13 +20,13 @@ from meshinfer import (
     register_transport_resolver,
     resolve_transport,
 )
+from meshinfer.compatibility import auto_markdown, compatibility_markdown
 from meshinfer.transport import (
     AUTO_RULES,
     INFERENCE_TRANSPORTS,
     POLICY_BACKENDS,
     TRANSPORT_KINDS,
     TransportEntry,
-    compatibility_markdown,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -213,10 +213,13 @@ def test_distributed_works_everywhere_and_is_picked_only_between_ranks() -> None
     assert [r.policy_backend for r in AUTO_RULES if r.kind == "distributed"] == ["spmd"]
 
 
-def test_the_documentation_has_the_table() -> None:
+@pytest.mark.parametrize(
+    ("name", "render"), [("compatibility", compatibility_markdown), ("auto", auto_markdown)]
+)
+def test_the_documentation_has_the_table(name: str, render: Callable[[], str]) -> None:
     text = (ROOT / "docs" / "transports.md").read_text()
-    begin, end = "<!-- compatibility:begin -->\n", "<!-- compatibility:end -->"
-    assert text.split(begin)[1].split(end)[0] == compatibility_markdown()
+    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+    assert text.split(begin)[1].split(end)[0] == render()
 
 
 def test_a_missing_extra_names_the_command() -> None:

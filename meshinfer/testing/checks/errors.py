@@ -94,6 +94,21 @@ def _meet_known(client: InferenceClient, crosses_processes: bool) -> None:
 
 
 @conformance_check()
+def a_policy_may_raise_timeout_error(harness: TransportHarness) -> None:
+    """A ``TimeoutError`` of the policy is not taken for the client's own, whether or not it has a deadline."""
+    with serving(harness, Raising(TimeoutError(MESSAGE))) as server:
+        harness.run_client(_ask_with_deadline, server.client()).result(harness.patience)
+
+
+def _ask_with_deadline(client: InferenceClient) -> None:
+    for timeout in (None, 60.0):
+        with raises(TimeoutError, MESSAGE) as caught:
+            client(request(BAD), timeout)
+        describes(caught.error, "TimeoutError", MESSAGE, "fail_here")
+    check_reply(client(request(1), 60.0), 1)
+
+
+@conformance_check()
 def awkward_exceptions_are_described(harness: TransportHarness) -> None:
     """Exceptions that cannot be moved arrive soon, with class, message and traceback; the server goes on."""
     awkward = (TwoArguments(3, MESSAGE), HoldsLock(MESSAGE), Huge(MESSAGE), BrokenText(MESSAGE))
@@ -188,6 +203,7 @@ def _meet_wrong_results(client: InferenceClient) -> None:
 
 CHECKS = (
     an_exception_keeps_its_type_and_traceback,
+    a_policy_may_raise_timeout_error,
     awkward_exceptions_are_described,
     a_class_that_only_the_server_knows_is_described,
     an_error_stays_in_its_batch,
