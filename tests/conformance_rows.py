@@ -74,13 +74,7 @@ ROWS = (
     Row("queue", "queue", queue, THREADS, lacks=("fixed_layout",)),
     Row("slot", "slot", slot, THREADS),
     Row("slot-without-specs", "slot", slot_without_specs, THREADS, lacks=("fixed_layout",)),
-    Row(
-        "process-queue",
-        "queue",
-        process_queue,
-        (*SAME_HOST, "threads-inline"),
-        lacks=("fixed_layout",),
-    ),
+    Row("process-queue", "queue", process_queue, SAME_HOST, lacks=("fixed_layout",)),
     Row(
         "process_slot",
         "process_slot",

@@ -22,7 +22,7 @@ from support import wait_until
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 SHARED_MEMORY = Path("/dev/shm")
-SECONDS_TO_SETTLE = 5.0
+SECONDS_TO_SETTLE = 20.0
 
 # Inherited by every process that a test starts, also by those whose parent has died.
 SESSION_VARIABLE = "MESHINFER_TEST_SESSION"

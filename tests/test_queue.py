@@ -231,11 +231,9 @@ def test_descriptors_and_threads_of_a_server_of_64_clients(transport: MPTranspor
     futures = [client.submit(payload) for client in clients]
     wait_until(lambda: transport.num_waiting == 64, SECONDS)
     assert transport.num_clients == 64
-    after = descriptors(), threading.active_count()
-    assert after[0] - before[0] == 2 * 64  # both ends are here
-    assert (
-        after[1] - before[1] == 64
-    )  # a client has one thread, all of them together have one at the server
+    # Both ends are here; a client has one thread, all of them together have one at the server.
+    assert wait_until(lambda: descriptors() - before[0] == 2 * 64, SECONDS)
+    assert threading.active_count() - before[1] == 64
     payloads, handles = transport.drain(100)
     for handle in handles:
         transport.resolve(handle, payloads[0])
@@ -243,7 +241,7 @@ def test_descriptors_and_threads_of_a_server_of_64_clients(transport: MPTranspor
     for client in clients:
         client.close()
     assert transport.wait_until_left(64, SECONDS)
-    assert (descriptors(), threading.active_count()) == before
+    assert wait_until(lambda: (descriptors(), threading.active_count()) == before, SECONDS)
 
 
 def test_rounds_of_joining_and_leaving_leave_nothing(server: InferenceServer) -> None:
@@ -340,8 +338,8 @@ def test_serving_until_the_clients_have_left(transport: MPTransport) -> None:
         server.serve(2, timeout=SECONDS)
 
 
-def test_while_a_policy_computes_in_the_receiving_thread_close_does_not_wait() -> None:
-    """An InferenceServer with one OpenMP thread serves there; its clients learn of the end all the same."""
+def test_clients_join_while_a_policy_computes() -> None:
+    """Even where an InferenceServer may compute in receiving threads: one receives for all clients here."""
     entered, gate = threading.Event(), threading.Event()
 
     def policy(batch: TensorDictBase) -> TensorDictBase:
@@ -349,21 +347,18 @@ def test_while_a_policy_computes_in_the_receiving_thread_close_does_not_wait() -
         gate.wait(SECONDS)
         return batch.clone()
 
-    transport = MPTransport()
-    server = InferenceServer(
-        policy, transport, server_config=meshinfer.InferenceServerConfig(inline=True)
-    )
-    try:
-        client = server.start().client()
-        future = client.submit(TensorDict({"x": torch.ones(1)}))
+    config = meshinfer.InferenceServerConfig(inline=True)
+    with InferenceServer(policy, MPTransport(), server_config=config) as server:
+        transport: Any = server.transport
+        payload = TensorDict({"x": torch.ones(1)})
+        first = server.client()
+        futures = [first.submit(payload)]
         assert entered.wait(SECONDS)
-        with raises(TimeoutError, "computing"):
-            server.shutdown(timeout=0.1)
-        with raises(ServerClosedError):
-            future.result(SECONDS)
-    finally:
+        clients = server.clients(2)
+        futures += [client.submit(payload) for client in clients]
+        assert wait_until(lambda: transport.num_waiting == 2, SECONDS)
         gate.set()
-        transport.close()
+        assert all(future.result(SECONDS)["x"].item() == 1 for future in futures)
 
 
 # Arguments.

@@ -26,22 +26,24 @@ from failure_roles import (
 from failure_scripts import programs
 from shared_roles import (
     KINDS,
-    TRACED,
     all_slots,
     answer,
     ask_for_ever,
     collect,
     hold,
-    kill_at_random,
     make,
     own,
     own_transport,
     serve_slots,
     serving_slots,
     speak_to,
+    take,
+)
+from shared_sweeps import (
+    TRACED,
+    kill_at_random,
     sweep_clients,
     sweep_servers,
-    take,
 )
 from support import wait_until
 from tensordict import TensorDict
@@ -50,7 +52,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 from meshinfer import ClosedError, InferenceServer, PeerLostError, ServerClosedError
 
 PROMPTLY = 5.0
-"""Seconds within which nobody may notice that somebody else has died."""
+"""In so many seconds everybody goes on, or knows why not, when somebody has died."""
 
 BOTH = pytest.mark.parametrize("kind", list(KINDS))
 
@@ -76,14 +78,8 @@ def test_a_client_may_be_killed_at_any_line() -> None:
         fixed.begin(sweep_clients, victims, survivor)
         pooled.begin(sweep_clients, pool.clients(1), pool.client(), OWN_LINES)
         places, longest = fixed.outcome(120).get()
-        assert files(places) >= {
-            "board.py",
-            "client.py",
-            "future.py",
-            "memory.py",
-            "process_slot.py",
-        }
-        assert {"semaphore.py", "slots.py"} <= files(places)
+        assert files(places) >= {"board.py", "client.py", "future.py", "memory.py", "slots.py"}
+        assert {"process_slot.py", "semaphore.py"} <= files(places)
         assert longest < PROMPTLY
         for client in slots.clients(3):
             ask(client, 1, SECONDS)
@@ -112,17 +108,20 @@ def test_a_server_may_be_killed_at_any_line_and_the_next_one_serves_the_same_cli
 
 
 @pytest.mark.slow
-@BOTH
-def test_clients_may_be_killed_at_random_and_replaced_at_once(kind: str) -> None:
+def test_clients_may_be_killed_at_random_and_replaced_at_once() -> None:
     """In the pool there are fewer slots than clients, so some die while they wait for one."""
-    num_slots = {"process_slot": 8, "shared_memory": 4}[kind]
-    with crew(1) as (nursery,), serving_slots(Doubler(), kind, num_slots) as server:
-        clients = server.clients(8)
-        kills, replies = nursery.call(kill_at_random, clients, 4.0, seed=3, within=60.0)
-        assert kills >= 10
-        assert replies > kills
-        if kind == "shared_memory":
-            nursery.call(all_slots, server.client(), num_slots)
+    with (
+        crew(2) as (fixed, pooled),
+        serving_slots(Doubler(), "process_slot", 8) as slots,
+        serving_slots(Doubler(), "shared_memory", 4) as pool,
+    ):
+        fixed.begin(kill_at_random, slots.clients(8), 4.0, seed=3)
+        pooled.begin(kill_at_random, pool.clients(8), 4.0, seed=4)
+        for nursery in (fixed, pooled):
+            kills, replies = nursery.outcome(60.0).get()
+            assert kills >= 10
+            assert replies > kills
+        pooled.call(all_slots, pool.client(), 4)
 
 
 # Replacement.
@@ -192,9 +191,7 @@ def test_a_late_reply_to_what_was_given_up_does_not_touch_the_next(kind: str) ->
             check(kept.result(SECONDS), 5)
 
 
-def test_a_request_given_up_while_a_batch_is_collected_spoils_neither_its_successor_nor_others() -> (
-    None
-):
+def test_a_request_given_up_while_a_batch_is_collected_spoils_nobody() -> None:
     """The same slot twice in one batch, in two forward passes: the older one's is the later."""
     with make("shared_memory", 2) as transport:
         client = transport.client()
@@ -354,34 +351,37 @@ def test_deadlines_hold_while_the_server_is_stopped(kind: str) -> None:
 
 # How programs end.
 
-ENDINGS = """
-from shared_roles import *
+ENDINGS = {
+    "returns": ("process_slot", ("fork", "spawn"), "", 0),
+    "raises": ("shared_memory", ("fork",), "raise KeyError('at top level')", 1),
+    "exits": ("process_slot", ("fork",), "sys.exit(3)", 3),
+}
+
+OWNER = """
+from shared_roles import own_transport
 
 if __name__ == "__main__":
-    name = fork_endings({tmp_path!r}, "returns", "raises", "exits")
-    if name == "returns":
-        server = own_transport(None, "process_slot", "fork", "spawn")
-    elif name is not None:
-        server = own_transport(None, "shared_memory", "fork")
-    if name == "raises":
-        raise KeyError("at top level")
-    if name == "exits":
-        sys.exit(3)
+    own_transport(None, {kind!r}, *{methods!r})
+    {ending}
 """
 
 
 @pytest.mark.slow
 def test_an_owner_may_end_without_a_word(tmp_path: Path) -> None:
     """What it leaves in /dev/shm, or as processes, fails the test afterwards."""
-    with programs(tmp_path, endings=ENDINGS.format(tmp_path=str(tmp_path))) as running:
-        ending = running["endings"].ending(90.0)
-    ending.assert_clean()
-    codes = dict(line.split() for line in ending.stdout.splitlines())
-    assert codes == {"returns": "0", "raises": "1", "exits": "3"}
-    complaints = {name: (tmp_path / name).read_text() for name in codes}
-    assert complaints["raises"].endswith("KeyError: 'at top level'\n")
-    assert complaints["raises"].count("Traceback") == 1
-    assert complaints["returns"] == complaints["exits"] == ""
+    sources = {
+        name: OWNER.format(kind=kind, methods=methods, ending=ending)
+        for name, (kind, methods, ending, _) in ENDINGS.items()
+    }
+    with programs(tmp_path, **sources) as running:
+        for name, program in running.items():
+            ending = program.ending(90.0)
+            assert ending.code == ENDINGS[name][3], (name, ending.stderr)
+            if name == "raises":
+                assert ending.complaints()[-1] == "KeyError: 'at top level'"
+                assert ending.stderr.count("Traceback") == 1
+            else:
+                assert ending.complaints() == [], name
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 from meshinfer.inference.queues.address import Address, listen, make_hello, objection_to
@@ -47,7 +47,6 @@ class Hub:
     def __init__(self, address: Address) -> None:
         self.address = address
         self.pending: deque[Request] = deque()
-        self.on_ready: Callable[[], None] | None = None
         self.packer = Packer("reply")
         self.staging = memoryview(bytearray(STAGING_BYTES))
         self.lost = 0
@@ -225,7 +224,7 @@ class Hub:
             self._let_go()
 
     def _turn(self, timeout: float | None) -> None:
-        """Wait for events and handle them; then have everything served that has arrived."""
+        """Wait for events and handle them; then wake the server if requests have arrived."""
         for fd, events in self._epoll.poll(timeout):
             if fd == self._bell:
                 os.eventfd_read(fd)
@@ -235,10 +234,7 @@ class Hub:
                 self._accept()
         if self._arrived:
             self._arrived = False
-            if (callback := self.on_ready) is not None:
-                callback()
-            else:
-                self._work.set()
+            self._work.set()
         while self._calls:
             self._update(self._calls.popleft())
 

@@ -175,9 +175,7 @@ class MPTransport:
         self._server().wake()
 
     def set_ready_callback(self, callback: Callable[[], None] | None) -> None:
-        """Have ``callback`` called by the receiving thread, once for all that has arrived, instead of waking
-        ``wait_for_work``. While it runs nothing is received."""
-        self._server().on_ready = callback
+        """Ignored: one thread receives for all clients, and lets new ones in; it must not compute meanwhile."""
 
     def drain(self, max_items: int) -> tuple[list[TensorDictBase], list[Request]]:
         """At most ``max_items`` waiting requests as independent TensorDicts, and a handle for each."""

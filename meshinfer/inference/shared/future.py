@@ -147,7 +147,9 @@ class SlotFuture:
             left = LOOK_SECONDS
             if deadline is not None:
                 left = min(left, deadline - time.monotonic())
-            if bell.wait(left) or self.take() or self._lose_if_lost():
+            if bell.wait(left) and not self._board.closed:
+                continue
+            if self.take() or self._lose_if_lost():
                 continue
             if deadline is not None and time.monotonic() >= deadline:
                 raise _too_late(timeout)

@@ -52,41 +52,44 @@ class ProcessSlotClient(SlotClient):
         self._copy_result = copy_result
 
     def __call__(self, payload: TensorDictBase, timeout: float | None = None) -> TensorDictBase:
-        """As in :meth:`SlotClient.__call__`, in one piece: half the cost of a future that is waited for at once."""
+        """As in :meth:`SlotClient.__call__`, in one piece: no future for who waits at once."""
         deadline = None
         if timeout is not None:
             deadline = time.monotonic() + as_seconds("timeout", timeout, zero=True)
-        slot = self._slot
-        with self._submitting:
-            board = self._ready_board()
+        slot, board = self._slot, self._ready_board()
+        self._enter()
+        try:
             if self._flying:
                 self._take_slot(board, 0.0)
             identifier = self._write(board, slot, payload)
             self._flying[slot] = identifier, self._caller
+        finally:
+            self._submitting.release()
         header = board.responses[slot].header
         try:
             if header[_ANSWERED] != identifier:
-                self._wait(board, header, identifier, deadline)
+                self._wait(board, header, identifier, timeout, deadline)
             memory_fence()
             if header[_KIND] == _RESULT:
                 return self.read(board, slot)
             raise read_error(board, slot, identifier)
-        except TimeoutError:
-            if header[_ANSWERED] == identifier:
-                raise  # the policy's own
-            raise TimeoutError(f"no reply within {timeout:g} s; the request is given up") from None
         finally:
             self.vacate(slot, identifier)
 
     def _wait(
-        self, board: Board, header: memoryview[int], identifier: int, deadline: float | None
+        self,
+        board: Board,
+        header: memoryview[int],
+        identifier: int,
+        timeout: float | None,
+        deadline: float | None,
     ) -> None:
         bell = board.replied[self._slot]
         while header[_ANSWERED] != identifier:
             left = LOOK_SECONDS
             if deadline is not None:
                 left = min(left, deadline - time.monotonic())
-            if bell.wait(left) and not self._closed:
+            if bell.wait(left) and not self._closed and not board.closed:
                 continue
             error = ClosedError(_CLOSED_MEANWHILE) if self._closed else board.error()
             if header[_ANSWERED] == identifier:
@@ -94,12 +97,27 @@ class ProcessSlotClient(SlotClient):
             if error is not None:
                 raise error
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError
+                raise TimeoutError(f"no reply within {timeout:g} s; the request is given up")
 
     def submit(self, payload: TensorDictBase, timeout: float | None = None) -> SlotFuture:
         """As in :meth:`SlotClient.submit`; ``RuntimeError`` while the last request is in flight."""
-        with self._submitting:  # nothing waits in there; two threads would write into one row
+        self._ready_board()  # before the lock, which a forked process makes anew
+        self._enter()
+        try:
             return super().submit(payload, timeout)
+        finally:
+            self._submitting.release()
+
+    def _enter(self) -> None:
+        """Two threads, or a finalizer within a call, would write into one row."""
+        if not self._submitting.acquire(blocking=False):
+            raise self._in_use()
+
+    def _in_use(self) -> RuntimeError:
+        return RuntimeError(
+            f"slot {self._slot} has a request in flight, and a client of this transport has one at a time: "
+            "collect or cancel its future first, or use the shared_memory transport"
+        )
 
     def __repr__(self) -> str:
         return f"ProcessSlotClient(slot={self._slot}{', closed' if self._closed else ''})"
@@ -119,10 +137,7 @@ class ProcessSlotClient(SlotClient):
         if flying is not None:
             future = flying[1]()
             if future is not None and not future.take():
-                raise RuntimeError(
-                    f"slot {self._slot} has a request in flight, and a client of this transport has one at a time: "
-                    "collect or cancel its future first, or use the shared_memory transport"
-                )
+                raise self._in_use()
         return self._slot
 
     def _give_back(self, slot: int) -> None:
