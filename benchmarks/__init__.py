@@ -1,7 +1,7 @@
 """Speed of meshinfer beside its peers, every number taken on one machine in one run.
 
 `python -m benchmarks distributed` and `python -m benchmarks local` run one suite, `python -m benchmarks` both, and
-`--quick` takes under a minute for each.
+`--quick` runs few short rounds.
 
     workload.py   what one client sends and how many clients there are
     suites.py     which peers meet over which transport and workload, and the goals that the numbers are held to

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add("suite", nargs="?", choices=SUITES, help="default: each of them, one after the other")
     add("--rounds", type=int, help=f"bursts per peer; medians are taken (default {_ROUNDS})")
     add("--seconds", type=float, help=f"length of one burst (default {_SECONDS})")
-    add("--quick", action="store_true", help="few short rounds, few clients, under a minute")
+    add("--quick", action="store_true", help="few short rounds, few clients")
     add("--peers", help="only these peers, separated by commas")
     add("--only", default="", help="only the comparisons whose name contains this")
     add("--torchrl-python", type=Path, default=REPOSITORY / ".venv-torchrl" / "bin" / "python")
