@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from typing import Any
 
 import psutil
@@ -46,6 +47,12 @@ def join_ask_leave(station: Any, port: int, rounds: int) -> None:
                 ask(client, 10 * round_ + n)
 
 
+def no_more(server: InferenceServer, held: Held) -> bool:
+    """Whether the server holds nothing beyond ``held``: what an earlier test has left may go meanwhile."""
+    now = Held.by(server)
+    return all(getattr(now, field.name) <= getattr(held, field.name) for field in fields(Held))
+
+
 @pytest.mark.slow
 def test_many_rounds_of_join_ask_leave_cost_nothing_that_stays() -> None:
     with serving(Doubler()) as server, crew(1) as (worker,):
@@ -55,7 +62,7 @@ def test_many_rounds_of_join_ask_leave_cost_nothing_that_stays() -> None:
         theirs = worker.call(resident)
         worker.call(join_ask_leave, port_of(server), 45, within=60.0)
         assert wait_until(lambda: server.stats().clients == 0, 5.0)
-        assert wait_until(lambda: Held.by(server) == held, 30.0), (held, Held.by(server))
+        assert wait_until(lambda: no_more(server, held), 30.0), (held, Held.by(server))
         assert resident() - memory < 5 * MEBIBYTE
         assert worker.call(resident) - theirs < 5 * MEBIBYTE
 
@@ -70,7 +77,7 @@ def test_leavers_in_one_process_leave_no_thread_and_no_descriptor() -> None:
                     ask(client, 2)
             del client
             assert wait_until(lambda: server.stats().clients == 1, 30.0)
-            assert held is None or wait_until(lambda: Held.by(server) == held, 30.0)  # noqa: B023
+            assert held is None or wait_until(lambda: no_more(server, held), 30.0)  # noqa: B023
             held = Held.by(server)
 
 
@@ -80,13 +87,12 @@ def test_closing_gives_everything_back_although_the_objects_are_still_there() ->
         ask(client, 1)
     del first, client
     gc.collect()
-    before = me.num_threads(), len(me.net_connections("tcp"))
+    threads, connections = me.num_threads(), len(me.net_connections("tcp"))
     with serving(Doubler()) as server, server.client() as client:
         ask(client, 1)
-    assert wait_until(lambda: (me.num_threads(), len(me.net_connections("tcp"))) == before, 2.0), (
-        before,
-        me.net_connections("tcp"),
-    )
+    # What an earlier test has left may go meanwhile, so fewer are as good.
+    assert wait_until(lambda: me.num_threads() <= threads, 30.0)
+    assert wait_until(lambda: len(me.net_connections("tcp")) <= connections, 30.0)
     assert not server.is_alive
     assert client.in_flight == 0
 
