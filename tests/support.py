@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,3 +23,8 @@ def wait_until(predicate: Callable[[], T], timeout: float, interval: float = 0.0
     while not (value := predicate()) and time.monotonic() < deadline:
         pause.wait(interval)
     return value
+
+
+def no_more(now: Iterable[int], then: Iterable[int]) -> bool:
+    """Whether no count has grown: what earlier tests have left may go meanwhile."""
+    return all(after <= before for after, before in zip(now, then, strict=True))

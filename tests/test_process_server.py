@@ -22,7 +22,7 @@ import pytest
 import torch
 from failure_roles import crew
 from process_roles import HELD, SECONDS, Policy, ask, reply, request, serving, serving_options
-from support import wait_until
+from support import no_more, wait_until
 from tensordict import TensorDict, TensorDictParams
 
 from meshinfer import (
@@ -589,7 +589,7 @@ def test_restarts_leave_no_descriptor_and_no_thread(kind: str) -> None:
             assert has_ended(server)
             server.start()
             counts.append(held())
-        assert wait_until(lambda: held() <= counts[0], SECONDS), counts
+        assert wait_until(lambda: no_more(held(), counts[0]), SECONDS), counts
 
 
 @every_kind

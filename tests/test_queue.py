@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support import wait_until
+from support import no_more, wait_until
 from tensordict import TensorDict, TensorDictBase
 
 import meshinfer
@@ -243,7 +243,7 @@ def test_descriptors_and_threads_of_a_server_of_64_clients(transport: MPTranspor
     for client in clients:
         client.close()
     assert transport.wait_until_left(64, SECONDS)
-    assert wait_until(lambda: (descriptors(), threading.active_count()) == before, SECONDS)
+    assert wait_until(lambda: no_more((descriptors(), threading.active_count()), before), SECONDS)
 
 
 def test_rounds_of_joining_and_leaving_leave_nothing(server: InferenceServer) -> None:
@@ -262,8 +262,7 @@ def test_rounds_of_joining_and_leaving_leave_nothing(server: InferenceServer) ->
         if number % 2:
             client.close()
         del client
-    wait_until(lambda: held() == before, SECONDS)
-    assert held() == before
+    assert wait_until(lambda: no_more(held(), before), SECONDS), (held(), before)
     assert transport.num_lost == 0
 
 
