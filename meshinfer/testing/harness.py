@@ -113,7 +113,7 @@ class TransportHarness(ABC):
         many_in_flight: bool = True,
         shared_clients: bool = True,
         own_client: bool = True,
-        patience: float = 20.0,
+        patience: float = 60.0,
     ) -> None:
         self.factory = factory
         self.fixed_layout = fixed_layout
