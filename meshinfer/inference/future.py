@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 
 from meshinfer.errors import TransportError
+from meshinfer.inference.protocol import InferenceFuture
 
-__all__ = ["ReplyFuture", "mark"]
+__all__ = ["ReplyFuture", "mark", "reply_by"]
 
 
 _settling = threading.RLock()
@@ -147,6 +149,26 @@ class ReplyFuture:
         self.add_done_callback(lambda _: loop.call_soon_threadsafe(mark, arrived))
         yield from arrived
         return self.result()
+
+
+def reply_by(deadline: float, future: InferenceFuture, timeout: float) -> TensorDictBase:
+    """The reply, for a client that is called and not given a future.
+
+    Args:
+        deadline: on the clock of ``time.monotonic()``, in seconds.
+        future: of the request, which is given up when the deadline has passed.
+        timeout: what the caller asked for, for the error.
+
+    Raises:
+        TimeoutError: no reply by then.
+        Exception: what the policy raised, which may be a :class:`TimeoutError` of its own.
+    """
+    try:
+        return future.result(deadline - time.monotonic())
+    except TimeoutError:
+        if not future.cancel():  # it has come meanwhile, or is what the policy raised
+            return future.result(0)
+        raise TimeoutError(f"no reply within {timeout:g} s; the request is given up") from None
 
 
 def mark(arrived: asyncio.Future[None]) -> None:

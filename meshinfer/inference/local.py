@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from meshinfer.arguments import as_count, as_seconds
 from meshinfer.errors import ClosedError
 from meshinfer.inference.exchange import Exchange, LocalRequest, Member
-from meshinfer.inference.future import ReplyFuture
+from meshinfer.inference.future import ReplyFuture, reply_by
 from meshinfer.inference.remote_errors import copy_exception
 
 __all__ = ["LocalClient", "LocalTransport"]
@@ -53,13 +53,7 @@ class LocalClient:
         if timeout is None:
             return self.submit(payload).result()
         deadline = time.monotonic() + as_seconds("timeout", timeout, zero=True)
-        future = self.submit(payload)
-        try:
-            return future.result(deadline - time.monotonic())
-        except TimeoutError:
-            if not future.cancel():  # it has come meanwhile, or is what the policy raised
-                return future.result(0)
-            raise TimeoutError(f"no reply within {timeout:g} s; the request is given up") from None
+        return reply_by(deadline, self.submit(payload), timeout)
 
     def submit(self, payload: TensorDictBase) -> ReplyFuture:
         """Send ``payload``, which is copied, and return at once with a future; errors as in :meth:`__call__`."""

@@ -25,7 +25,7 @@ from meshinfer.inference.distributed.frames import Field, Frame, Kind
 from meshinfer.inference.distributed.join import Hello, Identity, Joining
 from meshinfer.inference.distributed.locate import Locator
 from meshinfer.inference.distributed.pair import CLIENT, SERVER, GlooDevice, Pair
-from meshinfer.inference.future import ReplyFuture
+from meshinfer.inference.future import ReplyFuture, reply_by
 from meshinfer.inference.interaction import current_interaction
 from meshinfer.layout import PayloadLayout
 from meshinfer.rendezvous import ServerAddress, choose_address, connect_store
@@ -98,13 +98,7 @@ class DistributedClient:
         if timeout is None:
             return self.submit(payload).result()
         deadline = time.monotonic() + as_seconds("timeout", timeout, zero=True)
-        future = self.submit(payload, timeout)
-        try:
-            return future.result(deadline - time.monotonic())
-        except TimeoutError:
-            if not future.cancel():  # it has come meanwhile, or is what the policy raised
-                return future.result(0)
-            raise TimeoutError(f"no reply within {timeout:g} s; the request is given up") from None
+        return reply_by(deadline, self.submit(payload, timeout), timeout)
 
     def submit(self, payload: TensorDictBase, timeout: float | None = None) -> ReplyFuture:
         """Send ``payload`` and return at once with a future; errors as in :meth:`__call__`.

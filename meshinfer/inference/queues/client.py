@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 
 from meshinfer.arguments import as_seconds
 from meshinfer.errors import ClosedError, PeerLostError, ServerClosedError
-from meshinfer.inference.future import ReplyFuture
+from meshinfer.inference.future import ReplyFuture, reply_by
 from meshinfer.inference.interaction import current_interaction
 from meshinfer.inference.queues.address import Address, connect
 from meshinfer.inference.queues.codec import Packer
@@ -62,13 +62,7 @@ class MPClient:
         if timeout is None:
             return self.submit(payload).result()
         deadline = time.monotonic() + as_seconds("timeout", timeout, zero=True)
-        future = self.submit(payload, timeout)
-        try:
-            return future.result(deadline - time.monotonic())
-        except TimeoutError:
-            if not future.cancel():  # it has come meanwhile, or is what the policy raised
-                return future.result(0)
-            raise TimeoutError(f"no reply within {timeout:g} s; the request is given up") from None
+        return reply_by(deadline, self.submit(payload, timeout), timeout)
 
     def submit(self, payload: TensorDictBase, timeout: float | None = None) -> ReplyFuture:
         """Send ``payload`` and return with a future; errors as in :meth:`__call__`.

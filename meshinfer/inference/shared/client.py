@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshinfer.arguments import as_seconds
 from meshinfer.errors import ClosedError, TransportError
+from meshinfer.inference.future import reply_by
 from meshinfer.inference.interaction import current_interaction
 from meshinfer.inference.shared.board import (
     Board,
@@ -70,13 +71,7 @@ class SlotClient(ABC):
         if timeout is None:
             return self.submit(payload).result()
         deadline = time.monotonic() + as_seconds("timeout", timeout, zero=True)
-        future = self.submit(payload, timeout)
-        try:
-            return future.result(deadline - time.monotonic())
-        except TimeoutError:
-            if not future.cancel():  # it has come meanwhile, or is what the policy raised
-                return future.result(0)
-            raise TimeoutError(f"no reply within {timeout:g} s; the request is given up") from None
+        return reply_by(deadline, self.submit(payload, timeout), timeout)
 
     def submit(self, payload: TensorDictBase, timeout: float | None = None) -> SlotFuture:
         """Put ``payload`` into a slot and return a future; it is copied before this returns.
