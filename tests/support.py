@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
@@ -28,3 +31,10 @@ def wait_until(predicate: Callable[[], T], timeout: float, interval: float = 0.0
 def no_more(now: Iterable[int], then: Iterable[int]) -> bool:
     """Whether no count has grown: what earlier tests have left may go meanwhile."""
     return all(after <= before for after, before in zip(now, then, strict=True))
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip the test, for want of something that this machine may lack; fail it where everything must run."""
+    if os.environ.get("MESHINFER_REQUIRE_ALL"):
+        pytest.fail(f"{reason}, but MESHINFER_REQUIRE_ALL is set")
+    pytest.skip(reason)
