@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -37,8 +39,11 @@ class ClientRun:
             ChildProcessError: its process has died.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._finished, timeout):
-                raise AssertionError(f"a client was still running after {timeout:g} s")
+            finished = self._changed.wait_for(lambda: self._finished, timeout)
+        if not finished:
+            raise AssertionError(
+                f"a client was still running after {timeout:g} s; the threads here:\n{_stacks()}"
+            )
         if self._error is not None:
             raise self._error
         return self._result
@@ -85,6 +90,15 @@ def run_reporting(
         for client in args[0] if isinstance(args[0], list) else args[:1]:
             if isinstance(client, InferenceClient):
                 client.close()
+
+
+def _stacks() -> str:
+    """Where every thread of this process is, since what hangs once may not hang again."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
 
 
 class TransportHarness(ABC):
