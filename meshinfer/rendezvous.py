@@ -2,18 +2,17 @@
 
 A server owns one :class:`PrivateStore`: a ``TCPStore`` on a port that the system chose, bound to one interface by a
 socket that we opened ourselves, so no port is probed and lost and no other interface listens. Where it is gets
-published in a :class:`Directory`, a store that every rank already knows (torchrun's agent hosts one).
+published in a :class:`Directory`, a store that every rank can find: torchrun's agent hosts one, elsewhere
+rank 0 does.
 """
 
 from __future__ import annotations
 
-import fcntl
+import functools
 import ipaddress
 import json
-import logging
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -25,23 +24,31 @@ from typing import TypeVar
 from torch.distributed import DistError, TCPStore
 
 from meshinfer.errors import MeshError, ServerClosedError
+from meshinfer.interfaces import (
+    INTERFACE_VARIABLE,
+    choose_address,
+    explain_address,
+    named_address,
+    resolve,
+)
 
 __all__ = [
+    "INTERFACE_VARIABLE",
     "Directory",
     "PrivateStore",
     "ServerAddress",
     "bounded",
     "choose_address",
     "connect_store",
+    "explain_address",
     "given_secret",
+    "listen",
+    "named_address",
     "resolve",
 ]
 
-logger = logging.getLogger("meshinfer.rendezvous")
-
 SECRET_VARIABLE = "MESHINFER_SECRET"
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915
+PORT_VARIABLE = "MASTER_PORT"
 _CLOSED = "closed"
 _GRACE_SECONDS = 0.5
 _ATTEMPT_SECONDS = 5.0
@@ -77,98 +84,6 @@ def given_secret(secret: str | bytes | None) -> bytes | None:
             f"secret (or {SECRET_VARIABLE}) is empty; give at least one character, or leave it out"
         )
     return given.encode() if isinstance(given, str) else given
-
-
-def resolve(host: str, port: int = 0) -> str:
-    """The numeric address of ``host``; :class:`MeshError` when the name is unknown."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise MeshError(
-            f"host {host!r} does not resolve ({error.strerror}); give an address or a name that this host knows"
-        ) from error
-    # torch's store listens on IPv4 wherever it listens
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    return str(found[0][4][0])
-
-
-def choose_address(
-    interface: str | None = None,
-    *,
-    reach: tuple[str, int] | None = None,
-    spans_hosts: bool = False,
-) -> str:
-    """The numeric address that this process listens on.
-
-    Args:
-        interface: an interface name (``"eth0"``) or one of this host's addresses. Wins over everything.
-        reach: ``(host, port)`` of a peer; without ``interface`` and without ``GLOO_SOCKET_IFNAME`` the address
-            that the system would use to reach it is taken.
-        spans_hosts: whether the job has ranks on other hosts, so that a loopback address cannot work.
-
-    Raises:
-        MeshError: unknown interface, wildcard address, or a loopback address in a job that spans hosts.
-    """
-    address, origin = _pick(interface, reach)
-    parsed = ipaddress.ip_address(address)
-    if parsed.is_unspecified:
-        raise MeshError(
-            f"{origin} gives {address}, which is every interface; name one interface or one address"
-        )
-    if parsed.is_loopback and spans_hosts:
-        raise MeshError(
-            f"{origin} gives the loopback address {address}, which other hosts of this job cannot reach; "
-            f"pass interface= (a name such as 'eth0', or an address) or set {INTERFACE_VARIABLE}"
-        )
-    logger.debug("listening address %s from %s", address, origin)
-    return address
-
-
-def _pick(interface: str | None, reach: tuple[str, int] | None) -> tuple[str, str]:
-    if interface is not None:
-        return _interface_address(interface), f"interface={interface!r}"
-    named = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0].strip()
-    if named:
-        return _interface_address(named), f"{INTERFACE_VARIABLE}={named!r}"
-    if reach is not None:
-        return _address_towards(*reach), f"the route to {reach[0]}"
-    return "127.0.0.1", "the default for a single host"
-
-
-def _interface_address(interface: str) -> str:
-    if _is_address(interface):
-        return interface
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            named = struct.pack("256s", interface[:15].encode())
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, named)
-        except OSError as error:
-            known = ", ".join(name for _, name in socket.if_nameindex())
-            raise MeshError(
-                f"no interface {interface!r} with an IPv4 address on {socket.gethostname()}; there are: {known}"
-            ) from error
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _address_towards(host: str, port: int) -> str:
-    numeric = resolve(host, port)
-    family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((numeric, port or 9))  # a datagram socket: only looks the route up
-        except OSError as error:
-            raise MeshError(
-                f"no route from {socket.gethostname()} to {host} ({numeric}): {error.strerror}"
-            ) from error
-        return str(probe.getsockname()[0])
 
 
 class PrivateStore:
@@ -214,18 +129,33 @@ class PrivateStore:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listen(host, port)
+    except (OSError, OverflowError, TypeError) as error:
+        raise MeshError(
+            f"cannot listen on {host}:{port} at {socket.gethostname()}: {error}; "
+            "give an address of this host, and port=0 (the default) to let the system choose a free port"
+        ) from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; a port that the system chooses is never ``MASTER_PORT``, which belongs to the user.
+
+    Raises:
+        OSError: the address is not of this host, or the port is taken.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        if port == 0 and str(listener.getsockname()[1]) == os.environ.get(PORT_VARIABLE):
+            with listener:
+                return listen(host, port)
         listener.listen(1024)
-    except (OSError, OverflowError, TypeError) as error:
+    except BaseException:
         listener.close()
-        raise MeshError(
-            f"cannot listen on {host}:{port} at {socket.gethostname()}: {error}; "
-            "give an address of this host, and port=0 (the default) to let the system choose a free port"
-        ) from error
+        raise
     return listener
 
 
@@ -335,11 +265,11 @@ class Directory:
         record = {"host": address.host, "port": address.port}
         if with_secret:
             record["secret"] = address.secret.hex()
-        self._connect(timeout).set(self._key(name), json.dumps(record))
+        self.connect(timeout).set(self._key(name), json.dumps(record))
 
     def withdraw(self, name: str, *, timeout: float) -> None:
         """Say that the server has closed, so that a late client learns it at once instead of waiting."""
-        self._connect(timeout).set(self._key(name), _CLOSED)
+        self.connect(timeout).set(self._key(name), _CLOSED)
 
     def lookup(self, name: str, *, timeout: float, secret: bytes | None) -> ServerAddress:
         """Where server ``name`` is, waiting for it to be published.
@@ -348,17 +278,7 @@ class Directory:
             TimeoutError: it was not published within ``timeout`` seconds.
             ServerClosedError: it has been, and has closed since.
         """
-        deadline = time.monotonic() + timeout
-        store = self._connect(timeout)
-        left = max(deadline - time.monotonic(), 0.01)
-        store.set_timeout(timedelta(seconds=left))
-        try:
-            text = bounded(lambda: store.get(self._key(name)), left).decode()
-        except (DistError, RuntimeError, TimeoutError) as error:
-            raise TimeoutError(
-                f"waited {timeout:g} s for server {name!r} to publish its address in the store at "
-                f"{self.host}:{self.port}; has the server rank started?"
-            ) from error
+        text = self._wait_for(name, time.monotonic() + timeout, timeout)
         if text == _CLOSED:
             raise ServerClosedError(f"server {name!r} has shut down")
         record = json.loads(text)
@@ -369,8 +289,31 @@ class Directory:
             )
         return ServerAddress(record["host"], int(record["port"]), known)
 
+    def _wait_for(self, name: str, deadline: float, timeout: float) -> str:
+        """What is published as ``name``; a store that ends meanwhile is looked for again."""
+        left = timeout
+        while True:
+            store = self.connect(left)
+            left = max(deadline - time.monotonic(), 0.01)
+            store.set_timeout(timedelta(seconds=left))
+            try:
+                return bounded(functools.partial(store.get, self._key(name)), left).decode()
+            except (DistError, RuntimeError, TimeoutError) as error:
+                left = deadline - time.monotonic()
+                if left < _GRACE_SECONDS:
+                    raise TimeoutError(
+                        f"waited {timeout:g} s for server {name!r} to publish its address in the store at "
+                        f"{self.place}; has the server rank started?"
+                    ) from error
+
+    @property
+    def place(self) -> str:
+        """Where the store is, for messages."""
+        return f"{self.host}:{self.port}"
+
+    def connect(self, timeout: float) -> TCPStore:
+        """A connection of its own to the store, within ``timeout`` seconds; errors as :func:`connect_store`."""
+        return connect_store(self.host, self.port, timeout, awaited="the job's store")
+
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
-
-    def _connect(self, timeout: float) -> TCPStore:
-        return connect_store(self.host, self.port, timeout, awaited="the job's store")

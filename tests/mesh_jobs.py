@@ -24,7 +24,10 @@ RESULTS_VARIABLE = "MESHINFER_TEST_RESULTS"
 JOB_SECONDS = 50.0
 """For a whole job, on cores that others use too."""
 
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_")
+_LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "ROLE_", "TORCHELASTIC_"),
+    *("SLURM_", "OMPI_", "PMI", "MPI_", "HYPERACTOR_", "MESHINFER_LAUNCHER", "MESHINFER_JOB_ID"),
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Job:
         ):
             self.process = (_start_warm if warm else _start_cold)(
                 command,
-                env=_environment(folder, variables),
+                env=environment(folder, variables),
                 cwd=ROOT,
                 stdin=stdin,
                 stdout=stdout,
@@ -103,7 +106,7 @@ class Job:
             stdout=(self.folder / "stdout").read_text(),
             stderr=(self.folder / "stderr").read_text(),
             seconds=time.monotonic() - self._began,
-            results={p.stem: json.loads(p.read_text()) for p in self.folder.glob("*.json")},
+            results=reported(self.folder),
         )
 
 
@@ -161,7 +164,13 @@ def report(label: str, **values: Any) -> None:
     unfinished.rename(folder / f"{label}.json")
 
 
-def _environment(folder: Path, variables: dict[str, str]) -> dict[str, str]:
+def reported(folder: Path) -> dict[str, Any]:
+    """What ranks have left in ``folder`` with :func:`report`, by label."""
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def environment(folder: Path, variables: dict[str, str]) -> dict[str, str]:
+    """The whole environment of a job: that of the tests, less what launchers set, and ``variables``."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -66,23 +66,17 @@ def test_environment_is_frozen() -> None:
 def test_missing_variable_is_named_with_the_remedy(name: str, value: str | None) -> None:
     with pytest.raises(MeshError, match=rf"\b{name} is missing") as caught:
         LaunchEnvironment.from_environ(torchrun(**{name: value}))
-    assert "start with torchrun, or pass rank= and world_size= to init_mesh" in str(caught.value)
+    assert "start with torchrun, srun or mpirun, or pass rank= and world_size=" in str(caught.value)
 
 
 def test_no_launcher_at_all_names_rank() -> None:
-    with pytest.raises(MeshError, match="RANK is missing; start with torchrun"):
+    with pytest.raises(MeshError, match=r"\bRANK is missing; start with torchrun"):
         LaunchEnvironment.from_environ({})
 
 
 def test_rank_without_world_size_names_world_size() -> None:
     with pytest.raises(MeshError, match="WORLD_SIZE is missing"):
         LaunchEnvironment.from_environ({"RANK": "0"})
-
-
-def test_ranks_without_a_launcher_store_ask_for_host_and_port() -> None:
-    environ = {name: v for name, v in TORCHRUN.items() if not name.startswith("TORCHELASTIC")}
-    with pytest.raises(MeshError, match=r"no launcher store was found.*host= and port="):
-        LaunchEnvironment.from_environ(environ)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +130,19 @@ def test_single_node_that_does_not_hold_the_world_is_contradictory() -> None:
 @pytest.mark.parametrize("value", ["False", "true", "1"])
 def test_store_that_the_agent_does_not_host_is_not_used(value: str) -> None:
     environ = torchrun(TORCHELASTIC_USE_AGENT_STORE=value, MASTER_ADDR=None, MASTER_PORT=None)
-    assert LaunchEnvironment.from_environ(environ).store_address is None
+    found = LaunchEnvironment.from_environ(environ)
+    assert (found.store_address, found.master_host, found.identity) == (None, None, "")
+
+
+def test_rank_zero_hosts_the_store_where_the_agent_does_not() -> None:
+    found = LaunchEnvironment.from_environ(torchrun(TORCHELASTIC_USE_AGENT_STORE="False"))
+    again = LaunchEnvironment.from_environ(
+        torchrun(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT="29501")
+    )
+    assert found.store_address is None
+    assert found.master_host == "node-a"
+    assert found.identity
+    assert found.identity != again.identity, "the agents choose another port at a restart"
 
 
 def test_nodes_are_derived_where_the_launcher_does_not_count_them() -> None:
@@ -162,6 +168,7 @@ def test_node_of_a_rank_outside_the_world(rank: int) -> None:
         {"LOCAL_WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "3"},
         {"LOCAL_WORLD_SIZE": "2"},
         {"GROUP_RANK": "0"},
+        {"LOCAL_RANK": "2"},
     ],
 )
 def test_nodes_that_differ_in_size_cannot_be_told(changes: dict[str, str]) -> None:
@@ -244,5 +251,8 @@ def test_every_rank_of_a_real_torchrun_reads_its_place_and_reaches_the_store(
             "job_id": job_id,
             "restart_count": 0,
             "store_address": [host, port],
+            "nodes": [],
+            "master_host": None,
+            "identity": "",
             "heard": 1 - rank,
         }

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshinfer.errors import MeshError
 from meshinfer.inference.distributed import DistributedTransport
 from meshinfer.mesh.groups import GroupSpec, RankGroup, assign_clients, split_world
+from meshinfer.mesh.job_store import open_job_store
 from meshinfer.mesh.launcher import LaunchEnvironment
-from meshinfer.rendezvous import Directory, PrivateStore, resolve
+from meshinfer.rendezvous import Directory
 
 __all__ = ["Mesh", "init_mesh"]
 
@@ -26,7 +27,7 @@ class Mesh:
         environment: what the launcher said.
         groups: every rank is in exactly one.
         role: the name of this rank's group.
-        directory: the store where servers are published; ``None`` without a launcher's store, ``host`` and ``port``.
+        directory: the store where servers are published; ``None`` when ranks were given without ``host`` and ``port``.
         secret: of the job, when it was given by hand.
         interface: see :func:`~meshinfer.rendezvous.choose_address`.
     """
@@ -37,7 +38,7 @@ class Mesh:
     directory: Directory | None = None
     secret: str | bytes | None = field(default=None, repr=False)
     interface: str | None = None
-    _store: PrivateStore | None = field(default=None, repr=False, compare=False)
+    _close_store: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
@@ -129,8 +130,8 @@ class Mesh:
 
     def close(self) -> None:
         """Close the store that rank 0 hosts where no launcher does. Idempotent; happens at exit by itself."""
-        if self._store is not None:
-            self._store.close()
+        if self._close_store is not None:
+            self._close_store()
 
     def __str__(self) -> str:
         groups = ", ".join(str(group) for group in self.groups)
@@ -174,6 +175,8 @@ def init_mesh(
 ) -> Mesh:
     """Read the launcher's environment, split the world into rank groups, and give this rank its role.
 
+    Launchers are torchrun, ``srun``, ``mpirun``, and whoever set RANK, WORLD_SIZE and MASTER_ADDR: a user, or monarch's
+    SPMD actor. Where torchrun's agent hosts no store for the job, rank 0 does.
     Neither creates nor touches ``torch.distributed``'s default process group, and waits for no other rank.
 
     Args:
@@ -181,7 +184,10 @@ def init_mesh(
             by name. By default one ``"server"``, the rest ``"env"``.
         rank, world_size: given together where no launcher started the processes.
         local_rank, local_world_size: with them, on several hosts.
-        host, port: where rank 0 hosts a store for the job; needed where no launcher does.
+        host: an address or name of rank 0's host; where neither the launcher nor ``MASTER_ADDR`` says it, or to
+            correct what they say. With ``rank`` and ``world_size`` together with ``port``.
+        port: where rank 0 hosts the job's store. By default a port that the system chooses, which the other ranks
+            learn from rank 0; never ``MASTER_PORT``.
         secret: of the job; ``MESHINFER_SECRET`` by default. Without either, each server makes one and publishes it in
             the job's store, so that it protects from strangers and mix-ups, but not from those who can read that store.
         interface: name or address of the interface that this rank uses.
@@ -194,10 +200,12 @@ def init_mesh(
         environment.world_size, _DEFAULT_GROUPS if groups is None else groups, env=environment
     )
     role = next(group.name for group in split if environment.rank in group)
-    directory, store = _directory(environment, host, port)
-    mesh = Mesh(environment, split, role, directory, secret, interface, store)
-    if store is not None:
-        weakref.finalize(mesh, store.close)
+    directory, close = open_job_store(
+        environment, host=host, port=port, secret=secret, interface=interface
+    )
+    mesh = Mesh(environment, split, role, directory, secret, interface, close)
+    if close is not None:
+        weakref.finalize(directory, close)  # which transports keep, also when nobody keeps the mesh
     return mesh
 
 
@@ -213,29 +221,3 @@ def _environment(
     return LaunchEnvironment.explicit(
         rank, world_size, local_rank=local_rank, local_world_size=local_world_size
     )
-
-
-def _directory(
-    environment: LaunchEnvironment, host: str | None, port: int | None
-) -> tuple[Directory | None, PrivateStore | None]:
-    """The job's store: where the caller says, with rank 0 hosting it, else the launcher's."""
-    prefix = f"meshinfer/{environment.job_id}/{_attempt(environment)}"
-    if (host is None) != (port is None):
-        raise MeshError(f"host={host!r} and port={port!r}: give both")
-    if host is not None and port is not None:
-        if not 0 < port < 65536:
-            raise MeshError(f"port={port}: expected 1 to 65535, the same on every rank")
-        store = PrivateStore(resolve(host), port) if environment.rank == 0 else None
-        return Directory(host, port, prefix), store
-    if environment.store_address is not None:
-        return Directory(*environment.store_address, prefix), None
-    return None, None
-
-
-def _attempt(environment: LaunchEnvironment) -> str:
-    """Separates the attempts of a job that torchrun restarts.
-
-    On several nodes the agents count their restarts each for itself, so the count cannot be part of a common key:
-    there a server writes over its entry, and a client that finds nobody at the address it read reads it again.
-    """
-    return f"attempt{environment.restart_count}" if environment.num_nodes == 1 else "attempts"
