@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -103,11 +103,17 @@ def serving(
     timeout: float = 60.0,
     secret: str = SECRET,
     port: int = 0,
+    expected_ranks: Sequence[int] = (),
     **config: Any,
 ) -> Iterator[InferenceServer]:
     """A server in this process."""
     transport = DistributedTransport(
-        request(0, width), reply(width), timeout=timeout, secret=secret, port=port
+        request(0, width),
+        reply(width),
+        timeout=timeout,
+        secret=secret,
+        port=port,
+        expected_ranks=expected_ranks,
     )
     server = InferenceServer(policy, transport, server_config=InferenceServerConfig(**config))
     with server:

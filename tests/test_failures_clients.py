@@ -21,9 +21,11 @@ from failure_roles import (
     Worker,
     ask,
     check,
+    client_at,
     connect,
     crew,
     keep_in_flight,
+    leave,
     port_of,
     query,
     query_again_and_again,
@@ -34,7 +36,9 @@ from failure_roles import (
 from support import wait_until
 
 from meshinfer import PeerLostError, TransportError
+from meshinfer.inference.distributed import DistributedClient
 from meshinfer.inference.distributed import client as client_module
+from meshinfer.inference.distributed import reception
 from meshinfer.inference.distributed.join import (
     JOIN_QUEUE,
     Hello,
@@ -108,6 +112,58 @@ def test_a_killed_client_that_the_server_has_not_missed_yet_is_replaced() -> Non
         new.call(query, 5)
         old.kill()
         new.call(query, 6)
+
+
+def test_serve_waits_for_an_expected_rank_that_was_killed() -> None:
+    """Whoever starts it again must not find that the server has ended as if all were done."""
+    with serving(Doubler(), expected_ranks=[RANK]) as server, crew(2) as (old, new):
+        old.call(connect, port_of(server), who=RANK, rank=RANK)
+        old.kill()
+        assert wait_until(lambda: server.stats().clients == 0, SECONDS)
+        with pytest.raises(TimeoutError):
+            server.serve(timeout=0.3)
+        new.call(connect, port_of(server), who=RANK, rank=RANK)
+        new.call(leave)
+        server.serve(timeout=SECONDS)
+
+
+def test_serve_gives_up_an_expected_rank_that_does_not_come_back() -> None:
+    with (
+        mock.patch.object(reception, "_RETURN_SECONDS", 0.3),
+        serving(Doubler(), expected_ranks=[RANK]) as server,
+        crew(1) as (victim,),
+    ):
+        victim.call(connect, port_of(server), who=RANK, rank=RANK)
+        victim.kill()
+        lost = rf"rank {RANK} was lost and has not come back within 0\.3 s.*(closed|reset) by peer"
+        with pytest.raises(PeerLostError, match=lost):
+            server.serve(timeout=SECONDS)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+@pytest.mark.parametrize("failure", [RuntimeError("boom"), SystemExit(3), SystemExit(0)], ids=repr)
+def test_a_rank_whose_work_ends_with_an_exception_counts_as_lost(
+    failure: BaseException, connected: bool
+) -> None:
+    """Whatever starts it again must find the server; a rank that has done its work has left."""
+    with (
+        mock.patch.object(reception, "_RETURN_SECONDS", 0.2),
+        serving(Doubler(), expected_ranks=[RANK]) as server,
+    ):
+        with pytest.raises(type(failure)):
+            _work_until(failure, client_at(port_of(server), rank=RANK), connected)
+        if isinstance(failure, SystemExit) and not failure.code:
+            server.serve(timeout=SECONDS)
+        else:
+            with pytest.raises(PeerLostError, match=f"rank {RANK} .* an exception ended its work"):
+                server.serve(timeout=SECONDS)
+
+
+def _work_until(failure: BaseException, client: DistributedClient, connected: bool) -> None:
+    with client:
+        if connected:
+            client(request(1))
+        raise failure
 
 
 @pytest.mark.parametrize("inline", [True, False])

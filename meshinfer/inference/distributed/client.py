@@ -123,21 +123,26 @@ class DistributedClient:
 
     def close(self) -> None:
         """Leave the server; requests in flight raise :class:`~meshinfer.errors.ClosedError`. Idempotent."""
+        self._close(failed=False)
+
+    def _close(self, *, failed: bool) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             connection = self._connection
         if connection is None:
-            self._report_absence()
+            self._report_absence(failed)
+        elif failed and self._pid == os.getpid():
+            connection.close(_GOODBYE_SECONDS, failed=True)
         self._finalizer()
 
     def __enter__(self) -> DistributedClient:
         self._check_open()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        self._close(failed=error is not None and not _is_orderly(error))
 
     def __repr__(self) -> str:
         state = (
@@ -207,6 +212,10 @@ class DistributedClient:
             raise ended.error
         try:
             return self._join(min(timeout, _RETURN_SECONDS))
+        except PeerLostError as error:  # who would know of another server has gone too
+            if isinstance(ended.error, ServerClosedError):
+                raise ended.error from error
+            raise
         except TimeoutError as error:
             raise PeerLostError(f"{ended.error}; looked for it again: {error}") from error
 
@@ -264,7 +273,7 @@ class DistributedClient:
         if bytes(shown.proof) != joining.proof(SERVER, server_nonce):
             raise RefusedError("the other end of the new pair does not hold the job secret")
 
-    def _report_absence(self) -> None:
+    def _report_absence(self, failed: bool) -> None:
         """A rank that never needed the policy tells the server not to wait for it."""
         if self._identity.rank is None:
             return
@@ -274,7 +283,11 @@ class DistributedClient:
                 address.host, address.port, _GOODBYE_SECONDS, awaited="the policy server"
             )
             hello = Hello.of(
-                self._identity, self._request_layout, self._response_layout, absent=True
+                self._identity,
+                self._request_layout,
+                self._response_layout,
+                absent=True,
+                failed=failed,
             )
             Joining(store, address.secret, hello.nonce, CLIENT, _GOODBYE_SECONDS).announce(hello)
         except (TransportError, TimeoutError, ValueError) as error:
@@ -284,6 +297,13 @@ class DistributedClient:
 def _probe(address: ServerAddress) -> None:
     connect_store(
         address.host, address.port, _PROBE_SECONDS, awaited="a sign of life of the policy server"
+    )
+
+
+def _is_orderly(error: BaseException) -> bool:
+    """Whether it ends a process, or a generator, that has done its work."""
+    return isinstance(error, GeneratorExit) or (
+        isinstance(error, SystemExit) and error.code in (None, 0)
     )
 
 

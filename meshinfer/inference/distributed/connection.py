@@ -158,10 +158,15 @@ class Connection:
             self._end(PeerLostError, f"the server does not answer any more: {error}")
             self._abort()
 
-    def close(self, timeout: float) -> None:
-        """Say goodbye and wait at most ``timeout`` seconds for the server's; then cut the pair. Idempotent."""
+    def close(self, timeout: float, *, failed: bool = False) -> None:
+        """Say goodbye and wait at most ``timeout`` seconds for the server's; then cut the pair. Idempotent.
+
+        Args:
+            timeout: in seconds.
+            failed: say that an exception is the reason.
+        """
         if self._end(ClosedError, "the client was closed with this request in flight"):
-            self._say_goodbye()
+            self._say_goodbye(Kind.FAILED if failed else Kind.BYE)
         if self.thread is not threading.current_thread():
             self.thread.join(timeout)
             if self.thread.is_alive():
@@ -183,12 +188,12 @@ class Connection:
         except RuntimeError as error:
             logger.debug("a request did not leave: %s", str(error))
 
-    def _say_goodbye(self) -> None:
+    def _say_goodbye(self, kind: Kind = Kind.BYE) -> None:
         pair = self._pair
         if pair is None:
             return
         frame = self._spare.pop() if self._spare else Frame(self._request_layout)
-        frame.header[_KIND] = Kind.BYE
+        frame.header[_KIND] = kind
         try:
             self._goodbye = frame, pair.send(frame.message)  # kept until it has left
         except RuntimeError as error:

@@ -38,6 +38,8 @@ class Kind(IntEnum):
     """From a server: I shut down. The client answers with BYE."""
     REPLACED = 7
     """From a server: a newer session of the same client has taken over."""
+    FAILED = 8
+    """From a client, instead of BYE: an exception ends its work, so that it may be started again."""
 
 
 class Field(IntEnum):

@@ -76,6 +76,8 @@ class Hello:
     pid: int
     absent: bool = False
     """The client never connected and never will."""
+    failed: bool = False
+    """Because of an exception."""
 
     @classmethod
     def of(
@@ -85,6 +87,7 @@ class Hello:
         response: PayloadLayout,
         *,
         absent: bool = False,
+        failed: bool = False,
     ) -> Hello:
         """This process's."""
         return cls(
@@ -96,6 +99,7 @@ class Hello:
             host=socket.gethostname(),
             pid=os.getpid(),
             absent=absent,
+            failed=failed,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
 
+from meshinfer.errors import PeerLostError
 from meshinfer.inference.distributed.frames import Kind
 from meshinfer.inference.distributed.join import (
     JOIN_QUEUE,
@@ -23,7 +24,7 @@ from meshinfer.inference.distributed.join import (
     open_sealed,
 )
 from meshinfer.inference.distributed.pair import SERVER, GlooDevice
-from meshinfer.inference.distributed.session import Request, Session
+from meshinfer.inference.distributed.session import ENDED_BY_EXCEPTION, Request, Session
 from meshinfer.layout import PayloadLayout
 from meshinfer.rendezvous import PrivateStore, ServerAddress
 
@@ -36,6 +37,7 @@ _FOREVER = timedelta(days=3650)
 _JOIN_SECONDS = 30.0
 _GOODBYE_SECONDS = 2.0
 _ABORT_SECONDS = 1.0
+_RETURN_SECONDS = 15.0
 _LONGEST_HELLO = 1 << 18
 
 
@@ -83,6 +85,7 @@ class Reception:
         self._leaving: list[Session] = []
         self._expected = frozenset(expected_ranks)
         self._seen: set[int] = set()
+        self._lost: dict[int, str] = {}
         self._joins = 0
         self._hellos = 0
         self._closing = False
@@ -130,14 +133,35 @@ class Reception:
     def wait_until_left(self, num_clients: int | None, timeout: float | None = None) -> bool:
         """Until every client has come and left, or the reception closes; ``False`` when ``timeout`` runs out.
 
+        A rank that was lost, and did not leave, may be started again, and the server with it: it is waited for.
+
         Args:
             num_clients: how many clients must have joined; without it, every expected rank, or at least one client.
-            timeout: seconds.
+
+        Raises:
+            PeerLostError: an expected rank was lost, has not come back, and all others have left.
         """
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._closing or self._all_left(num_clients), timeout
-            )
+            while self._wait_for(lambda: self._all_left(num_clients), deadline):
+                if self._closing or num_clients is not None or not self._lost:
+                    return True
+                patience = min(deadline, time.monotonic() + _RETURN_SECONDS)
+                if self._wait_for(lambda: not self._all_left(num_clients), patience):
+                    continue
+                if patience == deadline:
+                    break
+                rank, why = min(self._lost.items())
+                waited = (
+                    f"has not come back within {_RETURN_SECONDS:g} s, while all others have left"
+                )
+                raise PeerLostError(f"rank {rank} was lost and {waited}: {why}")
+        return False
+
+    def _wait_for(self, condition: Callable[[], bool], deadline: float) -> bool:
+        """With the lock held: until it is true, or the reception closes; ``False`` at the ``deadline``."""
+        left = None if deadline == float("inf") else max(deadline - time.monotonic(), 0.0)
+        return self._changed.wait_for(lambda: self._closing or condition(), left)
 
     def _all_left(self, num_clients: int | None) -> bool:
         if self._sessions or self._joining:
@@ -157,8 +181,7 @@ class Reception:
             self._sessions[key] = session
             self._joining.discard(session)
             self._joins += 1
-            if key.rank is not None:
-                self._seen.add(key.rank)
+            self._note_seen(key)
         logger.debug("%s joined as session %d", session.hello, session.number)
         if replaced is not None:
             logger.info("%s takes over from %s", session.hello, replaced.hello)
@@ -175,6 +198,7 @@ class Reception:
         with self._changed:
             if self._sessions.get(session.identity) is session:
                 del self._sessions[session.identity]
+                self._note_seen(session.identity, lost)
             self._let_go(session)
             self._changed.notify_all()
 
@@ -264,9 +288,17 @@ class Reception:
 
     def _note_absent(self, hello: Hello) -> None:
         with self._changed:
-            if hello.identity.rank is not None:
-                self._seen.add(hello.identity.rank)
+            self._note_seen(hello.identity, ENDED_BY_EXCEPTION if hello.failed else None)
             self._changed.notify_all()
+
+    def _note_seen(self, identity: Identity, lost: str | None = None) -> None:
+        """With the lock held: its rank has come, or left, or was ``lost`` for this reason."""
+        if identity.rank is None:
+            return
+        self._seen.add(identity.rank)
+        self._lost.pop(identity.rank, None)
+        if lost is not None and identity.rank in self._expected:
+            self._lost[identity.rank] = lost
 
     def _start_session(self, hello: Hello) -> None:
         with self._changed:

@@ -21,7 +21,7 @@ from meshinfer.inference.distributed.pair import CLIENT, FOREVER, SERVER, Pair
 if TYPE_CHECKING:
     from meshinfer.inference.distributed.reception import Reception
 
-__all__ = ["Request", "Session"]
+__all__ = ["ENDED_BY_EXCEPTION", "Request", "Session"]
 
 logger = logging.getLogger("meshinfer.distributed")
 
@@ -33,6 +33,7 @@ _KIND, _ID, _ACKNOWLEDGED, _INTERACTION = (
 )
 _VERSION, _LENGTH = Field.VERSION, Field.LENGTH
 _REQUEST, _RESULT = int(Kind.REQUEST), int(Kind.RESULT)
+ENDED_BY_EXCEPTION = "an exception ended its work"
 
 
 class Request:
@@ -186,7 +187,7 @@ class Session:
             return
         lost: str | None = None
         try:
-            self._receive()
+            lost = self._receive()
         except Exception as error:
             lost = str(error)  # not itself: a log that keeps it would keep our sockets
         self._let_go()
@@ -223,7 +224,8 @@ class Session:
         self._send(None, mine)
         self._host.admit(self, joining)
 
-    def _receive(self) -> None:
+    def _receive(self) -> str | None:
+        """Until the client leaves; why that counts as a loss, if it does."""
         while True:
             receiver = self._posted.get()
             if receiver is None or receiver.work is None:
@@ -231,12 +233,13 @@ class Session:
             receiver.work.wait(FOREVER)
             receiver.work = None
             header = receiver.frame.header
-            if header[_KIND] != _REQUEST:
+            if (kind := header[_KIND]) != _REQUEST:
                 break
             self._acknowledge(header[_ACKNOWLEDGED])
             self._host.ready(Request(self, receiver, time.perf_counter()))
         if not self._said_goodbye:
             self.say(Kind.BYE)
+        return ENDED_BY_EXCEPTION if kind == Kind.FAILED else None
 
     def _post_freed(self, pair: Pair) -> None:
         with self._posting:

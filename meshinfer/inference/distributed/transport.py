@@ -215,6 +215,9 @@ class DistributedTransport(RowwiseTransport):
 
         Returns:
             ``False`` when ``timeout`` ran out.
+
+        Raises:
+            PeerLostError: an expected rank was lost and has not come back within 15 s, while all others have left.
         """
         return self._server().wait_until_left(num_clients, timeout)
 
