@@ -118,15 +118,23 @@ def become(request: dict[str, Any], files: list[int]) -> CodeType | None:
         sys.modules.pop(sys.argv[0], None)
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return None
+    sys.modules["__main__"] = ModuleType("__main__")
+    if first == "-c":
+        source, sys.argv[0] = sys.argv[0], first
+        return compile(source, "<string>", "exec", dont_inherit=True)
     sys.argv.insert(0, first)
     sys.path[0] = str(Path(first).parent)
-    sys.modules["__main__"] = ModuleType("__main__")
     sys.modules["__main__"].__file__ = first
     return compile(Path(first).read_bytes(), first, "exec", dont_inherit=True)
 
 
-if __name__ == "__main__":
-    import_all()
-    program = become(*serve(sys.argv[1]))
+def run(path: str) -> None:
+    """Serve at ``path``; in each child, run what was asked for."""
+    program = become(*serve(path))
     if program is not None:
         exec(program, vars(sys.modules["__main__"]))
+
+
+if __name__ == "__main__":
+    import_all()
+    run(sys.argv[1])
