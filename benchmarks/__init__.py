@@ -1,13 +1,14 @@
 """Speed of meshinfer beside its peers, every number taken on one machine in one run.
 
-`python -m benchmarks distributed` and `python -m benchmarks local` run one suite, `python -m benchmarks` both, and
+`python -m benchmarks distributed`, `local` and `actors` run one suite, `python -m benchmarks` all of them, and
 `--quick` runs few short rounds.
 
     workload.py   what one client sends and how many clients there are
     suites.py     which peers meet over which transport and workload, and the goals that the numbers are held to
     policy.py     the policy that every server serves
     peers/        how each peer's server starts and how its client asks
-    conductor.py  one peer under one workload: a server and its clients, in processes or in threads
+    client.py      what a client does, wherever it runs
+    conductor.py  one peer under one workload: a server and its clients, in processes, in threads or in actors
     contestant.py the harness's end of a conductor: commands, deadlines, the kill at the end
     harness.py    the rounds, interleaved
     machine.py    which machine and commit it was

@@ -1,8 +1,9 @@
-"""The command line: `python -m benchmarks [distributed | local] [options]`."""
+"""The command line: `python -m benchmarks [distributed | local | actors] [options]`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from . import machine, report, torchrl_env
 from .contestant import REPOSITORY
 from .harness import Plan, Result, compare
+from .peers import IN_ACTORS, IN_RAY
 from .suites import SUITES, Comparison, Entry, Suite
 
 _LOGGER = logging.getLogger("benchmarks")
@@ -104,29 +106,47 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _chosen(suite: Suite, options: argparse.Namespace, notes: list[str]) -> list[Comparison]:
-    """The comparisons asked for, without the peers that are not to run or cannot."""
+    """The comparisons asked for, without the entries that are not to run or cannot."""
     wanted = [c for c in suite.comparisons if options.only in c.name]
     if options.quick:
         wanted = [c for c in wanted if c.quick]
         notes.append("quick: few short rounds, and not every comparison")
-    peers = {entry.peer for comparison in wanted for entry in comparison.entries}
-    peers &= options.peers
-    if "torchrl" in peers and not _torchrl_usable(options, notes):
-        peers.remove("torchrl")
-    kept = [replace(c, entries=tuple(e for e in c.entries if e.peer in peers)) for c in wanted]
+    entries = {e for c in wanted for e in c.entries if e.peer in options.peers}
+    entries -= _without_ray(entries, notes)
+    entries -= _without_torchrl(entries, options, notes)
+    kept = [replace(c, entries=tuple(e for e in c.entries if e in entries)) for c in wanted]
     return [comparison for comparison in kept if comparison.entries]
 
 
-def _torchrl_usable(options: argparse.Namespace, notes: list[str]) -> bool:
+def _without_ray(entries: set[Entry], notes: list[str]) -> set[Entry]:
+    """Those that do not run for want of Ray."""
+    need = {entry for entry in entries if entry.transport in IN_RAY}
+    if not need or importlib.util.find_spec("ray") is not None:
+        return set()
+    notes.append("Ray was left out: it is not installed; pip install 'meshinfer[ray]'")
+    return need
+
+
+def _without_torchrl(
+    entries: set[Entry], options: argparse.Namespace, notes: list[str]
+) -> set[Entry]:
+    """Those that do not run for want of TorchRL."""
+    rivals = {entry for entry in entries if entry.peer == "torchrl"}
+    if not rivals:
+        return set()
     if options.no_torchrl:
         notes.append("TorchRL was left out (--no-torchrl)")
-        return False
+        return rivals
+    python = options.torchrl_python.absolute()
+    in_actors = any(entry.transport in IN_ACTORS for entry in rivals)
     try:
-        torchrl_env.ensure(options.torchrl_python.absolute())
+        torchrl_env.ensure(python, torchrl_env.LAUNCHERS if in_actors else ())
+        if in_actors:
+            notes.append(torchrl_env.try_monarch(python))
     except torchrl_env.EnvironmentFailed as exc:
         notes.append(f"TorchRL was left out: {exc}")
-        return False
-    return True
+        return rivals
+    return set()
 
 
 def _run(comparisons: list[Comparison], plan: Plan) -> dict[Entry, Result]:

@@ -14,28 +14,49 @@ from .workload import Workload
 
 WARMUP_SECONDS = 0.3
 WARMUP_REQUESTS = 20
+CONNECT = "connect"
+
+
+class Client:
+    """Client number `client`, wherever it runs: in a process, a thread or an actor."""
+
+    def __init__(self, connector: Connector, workload: Workload, client: int) -> None:
+        self._connector, self._workload, self._number = connector, workload, client
+        self._session: Session | None = None
+
+    def obey(self, command: Any) -> bytes | None:
+        """Carry out `CONNECT`, or a burst `(start, stop)` for its latencies, or `None`: the end."""
+        if command == CONNECT:
+            self._connect()
+        elif self._session is None:
+            raise RuntimeError("the client was never told to connect")
+        elif command is None:
+            self._close(self._session)
+        else:
+            return closed_loop(self._session.request, *command).tobytes()
+        return None
+
+    def _connect(self) -> None:
+        session = self._connector.connect(self._workload, self._number)
+        _check_reply(session, self._workload, self._number)
+        closed_loop(session.request, 0.0, time.monotonic() + WARMUP_SECONDS, WARMUP_REQUESTS)
+        self._session = session
+
+    def _close(self, session: Session) -> None:
+        _check_reply(session, self._workload, self._number)
+        session.close()
 
 
 def client_main(connector: Connector, workload: Workload, client: int, pipe: Connection) -> None:
     """Serve the conductor's commands; the first failure is sent to it and ends the client."""
     try:
-        _obey(connector, workload, client, pipe)
+        body, command = Client(connector, workload, client), CONNECT
+        while command is not None:
+            command = pipe.recv()
+            pipe.send(("done", body.obey(command)))
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
         raise
-
-
-def _obey(connector: Connector, workload: Workload, client: int, pipe: Connection) -> None:
-    pipe.recv()
-    session = connector.connect(workload, client)
-    _check_reply(session, workload, client)
-    closed_loop(session.request, 0.0, time.monotonic() + WARMUP_SECONDS, WARMUP_REQUESTS)
-    pipe.send(("done", None))
-    for start, stop in iter(pipe.recv, None):
-        pipe.send(("done", closed_loop(session.request, start, stop).tobytes()))
-    _check_reply(session, workload, client)
-    session.close()
-    pipe.send(("done", None))
 
 
 def closed_loop(

@@ -1,7 +1,7 @@
 """One peer under one workload, obeying the harness: `python -m benchmarks.conductor`.
 
 It runs in the peer's own interpreter and is the parent of the server and of every client, or, where these are threads,
-their process.
+their process, or, where these are actors, the program that has them started.
 Commands and answers are JSON objects over the inherited connection whose number it is given.
 """
 
@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any
 
-from .client import client_main
-from .peers import IN_THREADS, START_METHOD, Connector, load_peer
+from .client import CONNECT, client_main
+from .peers import IN_ACTORS, IN_THREADS, START_METHOD, ClientEnd, Connector, load_peer
 from .workload import WORKLOADS, Workload
 
 # Only a backstop: the harness has a deadline for each command and gives up first.
@@ -69,29 +69,32 @@ class Conductor:
     def __init__(self, peer: str, transport: str, workload: str) -> None:
         self._peer = load_peer(peer)
         self._workload = WORKLOADS[workload]
-        self._in_threads = transport in IN_THREADS
-        if not self._in_threads:
+        self._in_threads, self._in_actors = transport in IN_THREADS, transport in IN_ACTORS
+        if not self._in_threads and not self._in_actors:
             # It imports while we do.
             multiprocessing.set_forkserver_preload(list(self._peer.MODULES))
             forkserver.ensure_running()
-        self._service = self._peer.open_service(self._workload, transport)
-        self._clients: list[_Client] = []
+        self._service: Any = self._peer.open_service(self._workload, transport)
+        self._clients: list[ClientEnd] = []
         self._connected = 0
 
     def launch(self) -> dict[str, Any]:
         """Start the server and then clients that do not connect yet."""
-        connectors = self._service.connectors()
+        connectors = () if self._in_actors else self._service.connectors()
         server_pid = self._service.start()
-        self._clients = [
-            _Client(connector, self._workload, number, self._in_threads)
-            for number, connector in enumerate(connectors)
-        ]
+        if self._in_actors:
+            self._clients = list(self._service.clients())
+        else:
+            self._clients = [
+                _Client(connector, self._workload, number, self._in_threads)
+                for number, connector in enumerate(connectors)
+            ]
         return {"server_pid": server_pid, "versions": self._versions()}
 
     def connect(self, clients: int) -> dict[str, Any]:
         """Connect and warm up clients until there are `clients` of them."""
         newcomers = self._clients[self._connected : clients]
-        self._ask(newcomers, "connect")
+        self._ask(newcomers, CONNECT)
         self._connected = clients
         return {}
 
@@ -114,7 +117,7 @@ class Conductor:
         self._service.stop()
         return {}
 
-    def _ask(self, clients: list[_Client], command: Any) -> list[Any]:
+    def _ask(self, clients: list[ClientEnd], command: Any) -> list[Any]:
         for client in clients:
             client.tell(command)
         return [client.answer() for client in clients]

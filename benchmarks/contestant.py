@@ -18,9 +18,9 @@ import psutil
 from .suites import Entry
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 _START_SECONDS_PER_CLIENT = 5.0
-_STOP_SECONDS = 30.0
+_STOP_SECONDS = 90.0
 _ANSWER_SECONDS = 30.0
 _ERROR_LINES = 12
 
@@ -30,18 +30,20 @@ class ContestantFailed(RuntimeError):
 
 
 class Contestant:
-    """One conductor with its server and clients, in a process group that `kill` ends."""
+    """One conductor with its server and clients, whose processes and temporary files `kill` ends."""
 
     def __init__(self, entry: Entry, python: str) -> None:
         self.entry = entry
         self.versions: dict[str, str] = {}
         self._connection, theirs = multiprocessing.Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `kill`)
+        self._scratch = tempfile.TemporaryDirectory(prefix="bench", ignore_cleanup_errors=True)
+        self._processes: set[psutil.Process] = set()
         what = (entry.peer, entry.transport, entry.workload.name, str(theirs.fileno()))
         self._process = subprocess.Popen(
             [python, "-m", "benchmarks.conductor", *what],
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=_environment(self._scratch.name),
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
@@ -61,6 +63,7 @@ class Contestant:
         self._call("connect", seconds, clients=1)
         first = _resources(server)
         self._call("connect", seconds, clients=clients)
+        self._processes |= self._family()
         return _per_client(alone, first, _resources(server), clients)
 
     def measure(self, seconds: float) -> dict[str, float]:
@@ -86,14 +89,21 @@ class Contestant:
             os.close(descriptor)
 
     def kill(self) -> None:
-        """End every process of the group, whatever state it is in; harmless when repeated."""
+        """End every process that was started, whatever state it is in; harmless when repeated."""
         if self._process.returncode is not None:
             return
+        # Not all of Ray's are of the group, and none has a parent any more once the conductor is gone.
+        processes = self._processes | self._family()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=_STOP_SECONDS)
         self._connection.close()
         self._output.close()
+        self._scratch.cleanup()
 
     def _call(self, name: str, timeout: float, **arguments: Any) -> dict[str, Any]:
         try:
@@ -108,17 +118,38 @@ class Contestant:
         return answer
 
     def _foreign_seconds(self) -> float:
-        leader = psutil.Process(self._process.pid)
-        own = [process.cpu_times() for process in (leader, *leader.children(recursive=True))]
+        own = []
+        for process in self._family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                own.append(process.cpu_times())
         total = psutil.cpu_times()
         # Interrupts are left out: the bytes that the peer itself moves cause them.
         everyone = total.user + total.system + total.nice + getattr(total, "steal", 0.0)
         return everyone - sum(times.user + times.system for times in own)
 
+    def _family(self) -> set[psutil.Process]:
+        try:
+            leader = psutil.Process(self._process.pid)
+            return {leader, *leader.children(recursive=True)}
+        except psutil.NoSuchProcess:
+            return set()
+
     def _words(self) -> str:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-_ERROR_LINES:])
+
+
+def _environment(scratch: str) -> dict[str, str]:
+    """What a conductor inherits: actors find this package, and files that none removes go with `scratch`."""
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TMPDIR": scratch,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
 
 
 def _resources(server: psutil.Process) -> dict[str, int]:

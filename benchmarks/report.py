@@ -151,7 +151,8 @@ def _row(suite: Suite, results: Results, result: Result) -> tuple[str, ...]:
 def _ratios(suite: Suite, results: Results, entry: Entry) -> Iterable[str]:
     if entry.peer != suite.subject:
         return ("", "", "")
-    raw = results.get(replace(entry, peer=suite.floor))
+    floor = suite.floors.get(entry.transport)
+    raw = None if floor is None else results.get(replace(entry, peer=floor))
     rival = results.get(replace(entry, peer="torchrl"))
     pairs = ((raw, "p50_us"), (rival, "p50_us"), (rival, "rate"))
     return [_number(ratio(results[entry], base, metric), 2) for base, metric in pairs]

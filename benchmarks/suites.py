@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from .peers import MONARCH_DISTRIBUTED, RAY_DISTRIBUTED
 from .workload import (
     EIGHT_LEAVES,
     MANY_PIXELS,
     ONE_LEAF,
     PIXELS,
+    PIXELS_4,
     VECTOR_1,
     VECTOR_4,
     VECTOR_8,
@@ -67,10 +69,10 @@ class Goal:
 
 @dataclass(frozen=True)
 class Suite:
-    """What one subcommand runs; the table's ratios are those of `subject` to `floor` and to TorchRL."""
+    """What one subcommand runs; the table's ratios are those of `subject` to its transport's floor and to TorchRL."""
 
     subject: str
-    floor: str
+    floors: Mapping[str, str]
     comparisons: tuple[Comparison, ...]
     goals: tuple[Goal, ...]
 
@@ -90,7 +92,7 @@ def _distributed() -> Suite:
     kib = "server KiB per client (4 rows + 1 MiB)"
     return Suite(
         subject=_OURS,
-        floor=raw,
+        floors={"distributed": raw},
         comparisons=(
             meeting(VECTOR_1, raw, _RIVAL, _OURS),
             Comparison("leaves", (one_leaf, eight_leaves)),
@@ -129,7 +131,7 @@ def _local() -> Suite:
     )
     return Suite(
         subject=_OURS,
-        floor="raw_slot",
+        floors={"process_slot": "raw_slot"},
         comparisons=(
             Comparison("1 client: process_slot, shared_memory, pixels", single, quick=False),
             Comparison("process_slot, 4 clients", (_rival(four), four)),
@@ -156,6 +158,41 @@ def _local() -> Suite:
     )
 
 
+def _actors() -> Suite:
+    loads = (VECTOR_1, VECTOR_4, PIXELS, PIXELS_4)
+    floors = {"monarch": "raw_channel", MONARCH_DISTRIBUTED: "raw_gloo"}
+
+    def between(library: str, workload: Workload, *rows: tuple[str, str]) -> Comparison:
+        entries = tuple(Entry(peer, workload, transport) for transport, peer in rows)
+        quick = workload in (VECTOR_1, VECTOR_4)
+        return Comparison(f"{library}: {workload.name}", entries, quick)
+
+    in_monarch = (
+        *(("monarch", peer) for peer in ("raw_channel", "raw_endpoint", _OURS)),
+        *((MONARCH_DISTRIBUTED, peer) for peer in ("raw_gloo", _OURS)),
+    )
+    in_ray = (("ray", _RIVAL), ("ray", _OURS), (RAY_DISTRIBUTED, _OURS))
+    one, four = (Entry(_OURS, load, "monarch") for load in (VECTOR_1, VECTOR_4))
+    ours = [Entry(_OURS, load, "ray") for load in loads]
+    return Suite(
+        subject=_OURS,
+        floors=floors,
+        comparisons=(
+            *(between("monarch", load, *in_monarch) for load in loads),
+            *(between("ray", load, *in_ray) for load in loads),
+        ),
+        goals=(
+            _p50("monarch, 1 client: p50 / bare Channel", one, 1.5, _floor(one, floors)),
+            Goal("monarch, 4 clients: req/s", "rate", four, "at least", 1500),
+            *(_rate(f"ray, {e.workload.name}: req/s / TorchRL", e, 2, _rival(e)) for e in ours),
+        ),
+    )
+
+
+def _floor(entry: Entry, floors: Mapping[str, str]) -> Entry:
+    return replace(entry, peer=floors[entry.transport])
+
+
 def _rival(entry: Entry) -> Entry:
     return replace(entry, peer=_RIVAL)
 
@@ -178,4 +215,8 @@ def _copies(ours: tuple[Entry, Entry], raw: tuple[Entry, Entry]) -> Goal:
     return Goal(text, "p50_us", ours[0], "at most", 1.25, raw[0], ours[1], raw[1])
 
 
-SUITES: Mapping[str, Suite] = {"distributed": _distributed(), "local": _local()}
+SUITES: Mapping[str, Suite] = {
+    "distributed": _distributed(),
+    "local": _local(),
+    "actors": _actors(),
+}

@@ -48,13 +48,15 @@ VECTOR_16 = Workload("vector, 16 clients", _VECTOR, clients=16)
 VECTOR_64 = Workload("vector, 64 clients", _VECTOR, clients=64)
 ONE_LEAF = Workload("1 leaf of 128", (Leaf("leaf_0", (128,)),))
 EIGHT_LEAVES = Workload("8 leaves of 16", tuple(Leaf(f"leaf_{i}", (16,)) for i in range(8)))
-PIXELS = Workload("pixels, 1 client", (Leaf("pixels", (4, 84, 84), "uint8"),))
+_PIXELS = (Leaf("pixels", (4, 84, 84), "uint8"),)
+PIXELS = Workload("pixels, 1 client", _PIXELS)
+PIXELS_4 = Workload("pixels, 4 clients", _PIXELS, clients=4)
 MANY_PIXELS = Workload("pixels x16, 1 client", (Leaf("pixels", (64, 84, 84), "uint8"),))
 
 WORKLOADS = {
     load.name: load
     for load in (
         *(VECTOR_1, VECTOR_4, VECTOR_8, VECTOR_16, VECTOR_64),
-        *(ONE_LEAF, EIGHT_LEAVES, PIXELS, MANY_PIXELS),
+        *(ONE_LEAF, EIGHT_LEAVES, PIXELS, PIXELS_4, MANY_PIXELS),
     )
 }

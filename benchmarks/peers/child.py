@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from ..workload import Workload
-from . import START_METHOD, Connector
+from . import START_METHOD, Connector, Serving
 
 # Only a backstop: the harness gives up first, and knows how many processes are starting.
 START_SECONDS = 300.0
@@ -63,6 +63,13 @@ class GivenHandle:
 
     def receive(self) -> Any:
         return self.handle
+
+
+def hold(serving: Serving, workload: Workload, control: ServerControl) -> None:
+    """Serve in this process until the conductor wants it to end."""
+    with serving(workload) as handles:
+        control.publish(handles)
+        control.wait_for_stop()
 
 
 class ChildService:

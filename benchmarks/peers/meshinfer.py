@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..workload import Workload
-from . import Service, Session
-from .child import ChildService, HandleSource, ServerControl
+from . import MONARCH_DISTRIBUTED, RAY_DISTRIBUTED, ActorService, Service, Serving, Session
+from .child import ChildService, HandleSource, ServerControl, hold
 from .threads import ThreadService
 
 if TYPE_CHECKING:
@@ -20,11 +21,21 @@ PACKAGES = ("torch", "tensordict", "meshinfer")
 MODULES = ("benchmarks.policy", "meshinfer")
 
 
-def open_service(workload: Workload, transport: str) -> Service:
+def open_service(workload: Workload, transport: str) -> Service | ActorService:
     if transport == "distributed":
-        return ChildService(workload, _serve_distributed, MeshInferConnector)
+        return ChildService(workload, partial(hold, serving_distributed), MeshInferConnector)
     if transport == "slot":
         return _threads(workload)
+    if transport in _IN_MONARCH_ACTORS:
+        from .monarch_actors import MonarchService, ServerActor
+
+        serving = _IN_MONARCH_ACTORS[transport]
+        return MonarchService(workload, MeshInferConnector, ServerActor, serving)
+    if transport in _IN_RAY_ACTORS:
+        from .ray_actors import RayService, ServingActor
+
+        server = ServingActor(workload, _IN_RAY_ACTORS[transport])
+        return RayService(workload, MeshInferConnector, server)
     return LocalService(workload, _PROCESS_TRANSPORTS[transport](workload))
 
 
@@ -86,15 +97,44 @@ def _serve_elsewhere(
         control.wait_for_stop()
 
 
-def _serve_distributed(workload: Workload, control: ServerControl) -> None:
+@contextmanager
+def _serving(workload: Workload, transport: Any) -> Iterator[list[Any]]:
+    with _server(workload, transport):
+        yield [transport.client() for _ in range(workload.clients)]
+
+
+@contextmanager
+def serving_distributed(workload: Workload) -> Iterator[list[Any]]:
     import meshinfer
 
     from ..policy import specs
 
     transport = meshinfer.DistributedTransport(*specs(workload), host="127.0.0.1")
-    with _server(workload, transport):
-        control.publish([transport.client() for _ in range(workload.clients)])
-        control.wait_for_stop()
+    with _serving(workload, transport) as clients:
+        yield clients
+
+
+@contextmanager
+def serving_monarch(workload: Workload) -> Iterator[list[Any]]:
+    from meshinfer.inference.monarch import MonarchTransport
+
+    with _serving(workload, MonarchTransport()) as clients:
+        yield clients
+
+
+@contextmanager
+def serving_ray(workload: Workload) -> Iterator[list[Any]]:
+    from meshinfer.inference.ray import RayTransport
+
+    with _serving(workload, RayTransport()) as clients:
+        yield clients
+
+
+_IN_MONARCH_ACTORS: dict[str, Serving] = {
+    "monarch": serving_monarch,
+    MONARCH_DISTRIBUTED: serving_distributed,
+}
+_IN_RAY_ACTORS: dict[str, Serving] = {"ray": serving_ray, RAY_DISTRIBUTED: serving_distributed}
 
 
 def _server(workload: Workload, transport: Any) -> InferenceServer:

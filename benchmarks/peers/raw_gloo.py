@@ -1,16 +1,19 @@
-"""The floor: a blocking ping-pong over one standalone gloo pair, with no policy behind it."""
+"""The floor of gloo: a blocking ping-pong over one standalone pair for each client, with no policy behind it."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING
 
 from ..workload import Workload
-from . import Session
-from .child import ChildService, HandleSource, ServerControl
+from . import MONARCH_DISTRIBUTED, ActorService, Service, Session
+from .child import ChildService, HandleSource, hold
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroupGloo, TCPStore
@@ -26,8 +29,12 @@ _IDLE_TIMEOUT = timedelta(days=1)
 _GOODBYE = 1
 
 
-def open_service(workload: Workload, transport: str) -> ChildService:
-    return ChildService(workload, _serve, RawConnector)
+def open_service(workload: Workload, transport: str) -> Service | ActorService:
+    if transport == MONARCH_DISTRIBUTED:
+        from .monarch_actors import MonarchService, ServerActor
+
+        return MonarchService(workload, RawConnector, ServerActor, echoing)
+    return ChildService(workload, partial(hold, echoing), RawConnector)
 
 
 def message_bytes(payload: int) -> int:
@@ -35,7 +42,9 @@ def message_bytes(payload: int) -> int:
     return max(_SMALLEST_MESSAGE, -(-(HEADER_BYTES + payload) // 32) * 32)
 
 
-def _serve(workload: Workload, control: ServerControl) -> None:
+@contextmanager
+def echoing(workload: Workload) -> Iterator[list[int]]:
+    """Answer each client's messages in a thread of its own; the handles are the store's port."""
     from torch.distributed import TCPStore
 
     # Not probe-then-bind: the store takes over the very socket that was given a free port.
@@ -49,14 +58,13 @@ def _serve(workload: Workload, control: ServerControl) -> None:
         timeout=_STORE_TIMEOUT,
         master_listen_fd=listener.detach(),
     )
-    control.publish([port] * workload.clients)
     echoes = [
         Thread(target=_echo, args=(workload, port, client), daemon=True)
         for client in range(workload.clients)
     ]
     for thread in echoes:
         thread.start()
-    control.wait_for_stop()
+    yield [port] * workload.clients
     for thread in echoes:
         thread.join()
     del store

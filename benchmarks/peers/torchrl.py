@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..workload import Workload
-from . import START_METHOD, Service, Session
+from . import START_METHOD, ActorService, Service, Session
 from .child import GivenHandle, HandleSource
 from .threads import ThreadService
 
@@ -21,9 +21,14 @@ PACKAGES = ("torch", "tensordict", "torchrl")
 MODULES = ("benchmarks.policy", "torchrl.modules.inference_server")
 
 
-def open_service(workload: Workload, transport: str) -> Service:
+def open_service(workload: Workload, transport: str) -> Service | ActorService:
     if transport == "slot":
         return _threads(workload)
+    if transport == "ray":
+        from .ray_actors import RayService
+        from .torchrl_ray import TorchRLRayServer
+
+        return RayService(workload, TorchRLConnector, TorchRLRayServer(workload))
     return ProcessService(workload, _PROCESS_TRANSPORTS[transport](workload))
 
 
@@ -69,11 +74,11 @@ def _threads(workload: Workload) -> ThreadService:
     from torchrl.modules.inference_server import InferenceServer, SlotTransport
 
     transport = SlotTransport(workload.clients)
-    server = InferenceServer(_policy(workload), transport, max_batch_size=64)
+    server = InferenceServer(make_module(workload), transport, max_batch_size=64)
     return ThreadService(workload, server, TorchRLConnector)
 
 
-def _policy(workload: Workload) -> TensorDictModule:
+def make_module(workload: Workload) -> TensorDictModule:
     from tensordict.nn import TensorDictModule
 
     from ..policy import make_policy
@@ -90,7 +95,7 @@ class ProcessService:
 
         self._clients = workload.clients
         self._server = ProcessInferenceServer(
-            policy_factory=partial(_policy, workload),
+            policy_factory=partial(make_module, workload),
             transport=transport,
             max_batch_size=64,
             mp_context=START_METHOD,
