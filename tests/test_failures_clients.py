@@ -36,9 +36,8 @@ from failure_roles import (
 from support import wait_until
 
 from meshinfer import PeerLostError, TransportError
-from meshinfer.inference.distributed import DistributedClient
+from meshinfer.inference.distributed import DistributedClient, reception
 from meshinfer.inference.distributed import client as client_module
-from meshinfer.inference.distributed import reception
 from meshinfer.inference.distributed.join import (
     JOIN_QUEUE,
     Hello,

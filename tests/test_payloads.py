@@ -151,6 +151,7 @@ def test_extra_keys_stay_behind() -> None:
     psutil.virtual_memory().available < 12 * GIB, reason="needs 12 GiB of free memory"
 )
 def test_a_payload_of_more_than_two_gigabytes() -> None:
+    """A goodbye is short, whatever the size of the payloads: leaving takes no second copy of them."""
     marks = torch.arange(2_200).remainder(251).byte()
     blob = marks.unsqueeze(-1).expand(-1, 1_000_000)  # the request itself takes no memory
     spec = TensorDict({"blob": blob})

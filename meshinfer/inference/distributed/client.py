@@ -233,7 +233,6 @@ class DistributedClient:
         key = answer["policy_version_key"]
         return Connection(
             pair,
-            self._request_layout,
             self._response_layout,
             window=self._window,
             spare=self._spare,

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.distributed import Work
 
 from meshinfer.errors import ClosedError, PeerLostError, ServerClosedError, TransportError
-from meshinfer.inference.distributed.frames import TAG_ERROR, Field, Frame, Kind
+from meshinfer.inference.distributed.frames import TAG_ERROR, Field, Frame, Kind, announcement
 from meshinfer.inference.distributed.pair import FOREVER, Pair
 from meshinfer.inference.future import ReplyFuture
 from meshinfer.inference.remote_errors import decode_exception
@@ -68,7 +69,7 @@ class Connection:
 
     Args:
         pair: proved by both sides.
-        request_layout, response_layout: of the payloads.
+        response_layout: of the replies.
         window: requests on the wire at once.
         spare: takes request frames that are not needed any more.
         policy_version_key: where a reply's policy version goes, ``None`` for nowhere.
@@ -79,7 +80,6 @@ class Connection:
     def __init__(
         self,
         pair: Pair,
-        request_layout: PayloadLayout,
         response_layout: PayloadLayout,
         *,
         window: int,
@@ -91,7 +91,6 @@ class Connection:
         self.patience = patience
         self.replaced = False
         self._pair: Pair | None = pair
-        self._request_layout = request_layout
         self._window = window
         self._probe = probe
         self._lock = threading.Lock()
@@ -101,7 +100,7 @@ class Connection:
         self._spare = spare
         self._received = 1  # the server's proof was the first frame
         self._ended: Callable[[], TransportError] | None = None
-        self._goodbye: tuple[Frame, Work] | None = None
+        self._goodbye: tuple[list[Tensor], Work] | None = None
         self._consumed: list[_Reply] = []
         posted = max(window + 1, min(_POSTED, _POSTED_BYTES // response_layout.row_bytes))
         self._enough_consumed = max(1, posted - window - 1)
@@ -192,10 +191,9 @@ class Connection:
         pair = self._pair
         if pair is None:
             return
-        frame = self._spare.pop() if self._spare else Frame(self._request_layout)
-        frame.header[_KIND] = kind
+        message = announcement(kind)
         try:
-            self._goodbye = frame, pair.send(frame.message)  # kept until it has left
+            self._goodbye = message, pair.send(message)  # kept until it has left
         except RuntimeError as error:
             logger.debug("no goodbye to the server: %s", str(error))
 

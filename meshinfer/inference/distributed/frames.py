@@ -1,7 +1,8 @@
 """Messages on a pair: one fixed-size frame each way for each request.
 
 A frame is a header of :data:`HEADER_BYTES` and one row. Layouts are compared before a pair is built, so both sides
-know both sizes: gloo ends a process that receives more than it has made room for.
+know both sizes: gloo ends a process that receives more than it has made room for. Less is well: what needs no row,
+such as a goodbye, is an :func:`announcement`, a header alone, however large the rows are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from meshinfer.layout import PayloadLayout
 from meshinfer.rows import Row
 
-__all__ = ["HEADER_BYTES", "TAG_ERROR", "TAG_FRAME", "Field", "Frame", "Kind"]
+__all__ = ["HEADER_BYTES", "TAG_ERROR", "TAG_FRAME", "Field", "Frame", "Kind", "announcement"]
 
 HEADER_BYTES = 64
 TAG_FRAME = 0
@@ -58,6 +59,13 @@ class Field(IntEnum):
 
 
 NO_VERSION = -1
+
+
+def announcement(kind: Kind, identifier: int = 0, length: int = 0) -> list[Tensor]:
+    """A header without a row, as gloo sends it."""
+    header = torch.zeros(HEADER_BYTES // 8, dtype=torch.int64, device="cpu")
+    header[Field.KIND], header[Field.ID], header[Field.LENGTH] = kind, identifier, length
+    return [header.view(torch.uint8)]
 
 
 class Frame:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from meshinfer.inference.distributed.frames import NO_VERSION, TAG_ERROR, Field, Frame, Kind
+from meshinfer.inference.distributed.frames import (
+    NO_VERSION,
+    TAG_ERROR,
+    Field,
+    Frame,
+    Kind,
+    announcement,
+)
 from meshinfer.inference.distributed.join import Hello, Joining
 from meshinfer.inference.distributed.pair import CLIENT, FOREVER, SERVER, Pair
 
@@ -31,7 +38,7 @@ _KIND, _ID, _ACKNOWLEDGED, _INTERACTION = (
     Field.ACKNOWLEDGED,
     Field.INTERACTION,
 )
-_VERSION, _LENGTH = Field.VERSION, Field.LENGTH
+_VERSION = Field.VERSION
 _REQUEST, _RESULT = int(Kind.REQUEST), int(Kind.RESULT)
 ENDED_BY_EXCEPTION = "an exception ended its work"
 
@@ -128,24 +135,20 @@ class Session:
         header = frame.header
         header[_KIND], header[_ID] = _RESULT, identifier
         header[_VERSION] = NO_VERSION if policy_version is None else policy_version
-        self._send(frame, frame)
+        self._send(frame.message, reusable=frame)
 
     def reply_error(self, identifier: int, data: bytes) -> None:
-        """Send an encoded exception: a frame that announces it, then itself."""
-        frame = Frame(self._host.response_layout)
-        header = frame.header
-        header[_KIND], header[_ID], header[_LENGTH] = Kind.ERROR, identifier, len(data)
-        self._send(None, frame, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        """Send an encoded exception: what announces it, then itself."""
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._send(announcement(Kind.ERROR, identifier, len(data)), content)
 
     def take_back(self, receiver: _Receiver) -> None:
         """A request's row may be used again."""
         self._freed.append(receiver)
 
     def say(self, kind: Kind) -> None:
-        """Send a frame that answers no request."""
-        frame = Frame(self._host.response_layout)
-        frame.header[_KIND] = kind
-        self._send(None, frame)
+        """Send what answers no request."""
+        self._send(announcement(kind))
 
     def close(self) -> None:
         """Tell the client that the server shuts down; its thread ends when the client has answered."""
@@ -164,15 +167,21 @@ class Session:
             pair.abort()
         self._posted.put(None)
 
-    def _send(self, reusable: Frame | None, frame: Frame, following: Tensor | None = None) -> None:
+    def _send(
+        self,
+        message: list[Tensor],
+        following: Tensor | None = None,
+        *,
+        reusable: Frame | None = None,
+    ) -> None:
         pair = self._pair
         if pair is None:
             return
-        held: list[Any] = [frame, following]
+        held: list[Any] = [message, following]
         self._sent.append((reusable, held))  # first: the acknowledgement may overtake us
         try:
             self._post_freed(pair)
-            held.append(pair.send(frame.message))
+            held.append(pair.send(message))
             if following is not None:
                 held.append(pair.send([following], TAG_ERROR))
         except RuntimeError as error:  # the session's own thread notices too, and ends it
@@ -221,7 +230,7 @@ class Session:
             self.take_back(_Receiver(frame))
         self._post_freed(pair)
         self._pair = pair
-        self._send(None, mine)
+        self._send(mine.message)
         self._host.admit(self, joining)
 
     def _receive(self) -> str | None:
