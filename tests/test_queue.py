@@ -28,7 +28,7 @@ from meshinfer import (
     RefusedError,
     ServerClosedError,
 )
-from meshinfer.inference.queues.address import HELLO_BYTES
+from meshinfer.inference.queues.proof import HELLO_BYTES
 from meshinfer.inference.queues.wire import (
     Kind,
     header_of,
@@ -177,7 +177,7 @@ def test_the_secret_is_never_shown(caplog: pytest.LogCaptureFixture) -> None:
         client = server.client()
         client(TensorDict({"x": torch.ones(1)}), SECONDS)
         opener = transport.serve_elsewhere
-        shown = f"{transport} {transport!r} {client!r} {server!r} {client._address!r}"
+        shown = f"{transport} {transport!r} {client!r} {server!r} {client._whereabouts!r}"
         server.shutdown()
         with raises(ClosedError):
             opener()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +14,10 @@ from typing import Any
 import psutil
 import pytest
 import queue_roles as roles
+import torch
 from queue_roles import MIB, SECONDS, image, number
 from support import wait_until
+from tensordict import TensorDictBase
 
 from meshinfer import InferenceServer, MPTransport, PeerLostError
 from meshinfer.testing import ProcessHarness, raises
@@ -133,10 +136,18 @@ def test_replies_do_not_wait_for_a_stopped_client(
 def test_a_stopped_client_does_not_hold_up_the_end(
     transport: MPTransport, processes: ProcessHarness
 ) -> None:
-    with InferenceServer(roles.echo, transport) as server:
+    gate = threading.Event()
+
+    def hold_images(batch: TensorDictBase) -> TensorDictBase:
+        if batch["x"].dtype is torch.uint8:
+            gate.wait(SECONDS)
+        return batch.clone()
+
+    with InferenceServer(hold_images, transport) as server:
         victim = processes.run_client(roles.send_and_stop, server.client(), 40)
         pid = victim.next_report(PATIENCE)
         with stopped(pid, by_us=False):
+            gate.set()
             assert wait_until(lambda: server.stats().requests == 41, SECONDS)
             with soon(SECONDS):
                 server.shutdown()

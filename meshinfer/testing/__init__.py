@@ -9,6 +9,7 @@
 or, with a test framework, one test for each of :data:`CONFORMANCE_CHECKS`. Needs none itself.
 """
 
+from meshinfer.testing.actors import ActorPool, RayHarness
 from meshinfer.testing.check import ConformanceCheck
 from meshinfer.testing.expect import raises
 from meshinfer.testing.harness import ClientRun, ThreadHarness, TransportHarness, report
@@ -17,10 +18,12 @@ from meshinfer.testing.suite import CONFORMANCE_CHECKS, ConformanceError, run_co
 
 __all__ = [
     "CONFORMANCE_CHECKS",
+    "ActorPool",
     "ClientRun",
     "ConformanceCheck",
     "ConformanceError",
     "ProcessHarness",
+    "RayHarness",
     "ThreadHarness",
     "TransportHarness",
     "WorkerPool",

@@ -16,7 +16,15 @@ from typing import Any
 from meshinfer.inference.protocol import InferenceTransport
 from meshinfer.testing.harness import ClientRun, TransportHarness, run_reporting
 
-__all__ = ["ProcessHarness", "RemoteTraceback", "WorkerPool"]
+__all__ = [
+    "ProcessHarness",
+    "ProcessRun",
+    "RemoteTraceback",
+    "Worker",
+    "WorkerPool",
+    "pickled_error",
+    "rebuilt_error",
+]
 
 _SECONDS_TO_EXIT = 5.0
 _PRELOADED = ("meshinfer.testing.preloaded",)
@@ -47,15 +55,15 @@ class WorkerPool:
         self._forks = start_method == "fork"
         self._size = 0 if self._forks else size
         self._lock = threading.Lock()
-        self._workers: list[_Worker] = []
-        self._idle: list[_Worker] = []
+        self._workers: list[Worker] = []
+        self._idle: list[Worker] = []
 
     def run(self, *call: Any) -> ClientRun:
         """Run a function with its arguments: ``run(function, *args)``."""
         if self._forks:
             with self._lock:
                 self._bury()
-                worker = _Worker(self._context)
+                worker = Worker(self._context)
                 self._workers.append(worker)
                 return worker.start_with(call)
         task = pickle.dumps(call)
@@ -89,15 +97,18 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hire(self) -> _Worker:
+    def _hire(self) -> Worker:
         if self._preload:
             self._context.set_forkserver_preload(self._preload)
-        worker = _Worker(self._context, self._rest)
+        worker = self._make(self._rest)
         worker.start()
         self._workers.append(worker)
         return worker
 
-    def _rest(self, worker: _Worker) -> None:
+    def _make(self, rest: Callable[[Worker], None]) -> Worker:
+        return Worker(self._context, rest)
+
+    def _rest(self, worker: Worker) -> None:
         with self._lock:
             self._idle.append(worker)
 
@@ -154,16 +165,19 @@ class ProcessHarness(TransportHarness):
         self.close()
 
 
-class _ProcessRun(ClientRun):
-    def __init__(self, worker: _Worker) -> None:
+class ProcessRun(ClientRun):
+    """For harnesses: what a worker runs now."""
+
+    def __init__(self, worker: Worker) -> None:
         super().__init__()
         self._worker = worker
 
     def kill(self) -> None:
+        """See :meth:`~meshinfer.testing.harness.ClientRun.kill`."""
         self._worker.kill()
 
 
-class _ForkedRun(_ProcessRun):
+class _ForkedRun(ProcessRun):
     """The only run of its process, which is gone when the result is here."""
 
     def result(self, timeout: float) -> Any:
@@ -174,10 +188,10 @@ class _ForkedRun(_ProcessRun):
                 self._worker.await_end()
 
 
-class _Worker:
-    """One process, the pipe to it, and the thread that reads what it says."""
+class Worker:
+    """For harnesses: one process, the pipe to it, and the thread that reads what it says."""
 
-    def __init__(self, context: Any, rest: Callable[[_Worker], None] | None = None) -> None:
+    def __init__(self, context: Any, rest: Callable[[Worker], None] | None = None) -> None:
         self._context = context
         self._rest = rest
         self._run: ClientRun | None = None
@@ -198,29 +212,38 @@ class _Worker:
         )
         self._reader.start()
 
+    def await_start(self) -> None:
+        """Until it can be given something to do."""
+
     def start_with(self, call: tuple[Any, ...]) -> ClientRun:
+        """Start for this ``call`` only."""
         run = self._run = _ForkedRun(self)
         self.start(call)
         return run
 
     @property
     def is_alive(self) -> bool:
+        """Whether it can be given something to do."""
         return bool(self._process.is_alive())
 
     def assign(self, task: bytes) -> ClientRun:
-        run = self._run = _ProcessRun(self)
+        """Run a pickled call."""
+        run = self._run = ProcessRun(self)
         self._connection.send_bytes(task)
         return run
 
     def kill(self) -> None:
+        """SIGKILL its process; returns when that has gone."""
         self._process.kill()
         self._process.join(_SECONDS_TO_EXIT)
 
     def await_end(self) -> None:
+        """Until its process has gone."""
         if not self._closed:
             self._process.join(_SECONDS_TO_EXIT)
 
     def end(self, *, politely: bool) -> None:
+        """End it for good, and free what it holds here."""
         if politely and self.is_alive:
             self._connection.send_bytes(b"")
             self._process.join(_SECONDS_TO_EXIT)
@@ -250,7 +273,7 @@ class _Worker:
         if kind == "returned":
             run.finish(value)
         else:
-            run.finish(None, _rebuilt(*value))
+            run.finish(None, rebuilt_error(*value))
 
     def _take_run(self) -> ClientRun:
         """The run, which is not ours any more: the traceback of its error holds whatever the check held."""
@@ -259,7 +282,8 @@ class _Worker:
         return run
 
 
-def _rebuilt(data: bytes, text: str) -> BaseException:
+def rebuilt_error(data: bytes, text: str) -> BaseException:
+    """For harnesses: a :func:`pickled_error`, with ``text``, its traceback, as its cause."""
     try:
         error: BaseException = pickle.loads(data)
     except Exception as reason:  # a class may do anything while it is rebuilt
@@ -293,10 +317,11 @@ def _perform(connection: Connection, get_call: Callable[[], tuple[Any, ...]]) ->
         return pickle.dumps(("returned", run_reporting(deliver, *get_call())))
     except BaseException as error:  # whatever it is, the check raises it
         text = "".join(traceback.format_exception(error))
-        return pickle.dumps(("raised", (_pickled(error), text)))
+        return pickle.dumps(("raised", (pickled_error(error), text)))
 
 
-def _pickled(error: BaseException) -> bytes:
+def pickled_error(error: BaseException) -> bytes:
+    """For harnesses: what a client has raised, or else what can be said of it."""
     try:
         return pickle.dumps(error)
     except Exception as reason:  # a class may do anything while it is pickled

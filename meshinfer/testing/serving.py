@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from meshinfer.server import InferenceServer
+from meshinfer.server import InferenceServer, ThreadInferenceServer
 from meshinfer.testing.harness import TransportHarness
 
 __all__ = [
@@ -117,7 +117,7 @@ def serving(
     options: dict[str, Any] | None = None,
     batch: int | None = None,
     **server_options: Any,
-) -> Iterator[InferenceServer]:
+) -> Iterator[ThreadInferenceServer]:
     """A server in this process over a new transport; a gate is opened before it shuts down.
 
     Args:

@@ -1,4 +1,8 @@
-"""Any payload between processes of one host, over AF_UNIX sockets of the abstract namespace."""
+"""Any payload between processes, over sockets: AF_UNIX ones of the abstract namespace on one host, or TCP.
+
+``address`` says where a server listens, ``locate`` how clients find it, ``proof`` how both sides recognise each other;
+``served`` is the transport that all have in common.
+"""
 
 from __future__ import annotations
 

@@ -1,51 +1,69 @@
-"""Where a queue server is found, and how both sides prove that they belong together."""
+"""Where a queue server listens: a name on its host, or a port of one interface."""
 
 from __future__ import annotations
 
 import errno
-import hmac
 import os
 import secrets
 import socket
 import struct
-import time
-from dataclasses import dataclass, field
-from typing import Final
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
-from meshinfer.errors import PeerLostError, RefusedError, ServerClosedError, TransportError
+from meshinfer.inference.queues.silence import LOOK_SECONDS, is_silent, watch_tcp
 
-__all__ = [
-    "HELLO_BYTES",
-    "REPLY_BYTES",
-    "Address",
-    "closed_verdict",
-    "connect",
-    "listen",
-    "make_hello",
-    "objection_to",
-    "process_behind",
-    "verdict",
-]
+__all__ = ["Address", "TcpAddress", "UnixAddress"]
 
-_MAGIC: Final = b"mi-queue"
-_VERSION: Final = b"00000001"
-_NONCE_BYTES: Final = 32
-_PROOF_BYTES: Final = 32
-HELLO_BYTES: Final = len(_MAGIC) + len(_VERSION) + _NONCE_BYTES
-REPLY_BYTES: Final = HELLO_BYTES + _PROOF_BYTES
 _LONGEST_NAME: Final = 100
 _BACKLOG: Final = 4096
 _CREDENTIALS: Final = struct.Struct("=3i")
+_SENT_AHEAD_BYTES: Final = 1 << 20
 
 
-_WELCOME: Final = b"welcome."
-_REFUSED: Final = b"refused."
-_CLOSED: Final = b"closed.."
+class Address(ABC):
+    """How a socket is made at either end, and what is known of the other one before a byte was read from it.
+
+    Attributes:
+        secret: of those who may meet there; never shown.
+        look_seconds: how often to ask :meth:`is_silent`; ``None`` where the system reports every end.
+    """
+
+    secret: bytes
+    look_seconds: float | None = None
+
+    def is_silent(self, connection: socket.socket) -> bool:
+        """Whether nobody is at the other end any more, although the system has not said so."""
+        return False
+
+    @abstractmethod
+    def listen(self) -> tuple[socket.socket, Address]:
+        """A socket that listens, does not block, and is not inherited; and the address with what the system chose.
+
+        Raises:
+            ValueError: another server listens there, or it is no address of this host.
+        """
+
+    @abstractmethod
+    def call(self, timeout: float) -> socket.socket:
+        """A new connection. Raises whatever :meth:`socket.socket.connect` raises."""
+
+    @abstractmethod
+    def prepare(self, connection: socket.socket) -> None:
+        """Set what a connection needs, at both ends."""
+
+    @abstractmethod
+    def who(self, connection: socket.socket) -> str:
+        """The other end, for a message."""
+
+    @abstractmethod
+    def objection_to(self, connection: socket.socket) -> str:
+        """Why the other end cannot be one of us; empty if it may be."""
 
 
 @dataclass(frozen=True)
-class Address:
-    """A name in the abstract socket namespace, which needs no file, and the secret of those who may meet there.
+class UnixAddress(Address):
+    """A name in the abstract socket namespace, which needs no file.
 
     Attributes:
         name: any process of the same network namespace finds it.
@@ -56,7 +74,7 @@ class Address:
     secret: bytes = field(repr=False)
 
     @classmethod
-    def of(cls, name: str | None, secret: bytes | None) -> Address:
+    def of(cls, name: str | None, secret: bytes | None) -> UnixAddress:
         """The address given, or a new one that nobody can guess.
 
         Raises:
@@ -75,143 +93,134 @@ class Address:
     def __str__(self) -> str:
         return f"@{self.name}"
 
-    @property
-    def path(self) -> str:
-        """As the socket module takes it."""
-        return f"\0{self.name}"
+    def listen(self) -> tuple[socket.socket, Address]:
+        """See :meth:`Address.listen`."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _bind(listener, f"\0{self.name}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise ValueError(
+                f"address: another server listens at {self}; close it first, or leave address out"
+            ) from error
+        return listener, self
+
+    def call(self, timeout: float) -> socket.socket:
+        """See :meth:`Address.call`."""
+        return _connected(socket.AF_UNIX, f"\0{self.name}", timeout)
+
+    def prepare(self, connection: socket.socket) -> None:
+        """Let more bytes be under way than by default, for fewer switches in the midst of a large message."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT_AHEAD_BYTES)
+
+    def who(self, connection: socket.socket) -> str:
+        """The process that made the other end."""
+        return f"process {_credentials(connection)[0]}"
+
+    def objection_to(self, connection: socket.socket) -> str:
+        """Only our own user is let in."""
+        pid, uid = _credentials(connection)
+        return (
+            "" if uid == os.geteuid() else f"process {pid} runs as user {uid}, not {os.geteuid()}"
+        )
 
 
-def listen(address: Address) -> socket.socket:
-    """A socket that listens, does not block, and is not inherited.
+@dataclass(frozen=True)
+class TcpAddress(Address):
+    """A port of one interface. Nothing is known of who connects: only the proof counts.
 
-    Raises:
-        ValueError: another server listens there.
+    Attributes:
+        host: numeric.
+        port: 0 to listen on one that the system chooses.
+        secret: of the job; never shown.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def look_seconds(self) -> float | None:  # type: ignore[override]
+        """A host may vanish."""
+        return LOOK_SECONDS
+
+    def is_silent(self, connection: socket.socket) -> bool:
+        """See :meth:`Address.is_silent`."""
+        return is_silent(connection)
+
+    @property
+    def _family(self) -> int:
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+    def listen(self) -> tuple[socket.socket, Address]:
+        """See :meth:`Address.listen`."""
+        listener = socket.socket(self._family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # of a server that has closed
+            _bind(listener, (self.host, self.port))
+        except OSError as error:
+            raise ValueError(
+                f"cannot listen at {self} on {socket.gethostname()}: {error.strerror}; give the address of an interface"
+                " of this host as host=, and leave port= out to let the system choose one that is free"
+            ) from error
+        return listener, replace(self, port=listener.getsockname()[1])
+
+    def call(self, timeout: float) -> socket.socket:
+        """See :meth:`Address.call`."""
+        connection = _connected(self._family, (self.host, self.port), timeout)
+        if (
+            connection.getsockname() == connection.getpeername()
+        ):  # an unused port of this host may be given to us
+            connection.close()
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        return connection
+
+    def prepare(self, connection: socket.socket) -> None:
+        """Send at once, and notice that the other host has vanished."""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        watch_tcp(connection)
+
+    def who(self, connection: socket.socket) -> str:
+        """Where the other end is."""
+        try:
+            host, port, *_ = connection.getpeername()
+        except OSError:  # it has gone
+            return "a process unknown"
+        return f"a process at {TcpAddress(host, port, b'')}"
+
+    def objection_to(self, connection: socket.socket) -> str:
+        """None, before the proof."""
+        return ""
+
+
+def _bind(listener: socket.socket, where: Any) -> None:
     try:
-        listener.bind(address.path)
+        listener.bind(where)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
-    except OSError as error:
+    except OSError:
         listener.close()
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise ValueError(
-            f"address: another server listens at {address}; close it first, or leave address out"
-        ) from error
-    return listener
+        raise
 
 
-def connect(address: Address, deadline: float) -> socket.socket:
-    """Try once to connect, and prove both sides; the socket blocks afterwards.
-
-    Args:
-        address: of the server.
-        deadline: ``time.monotonic()`` at which to give up.
-
-    Raises:
-        PeerLostError: nobody listens now, or it went away meanwhile; another try may find it.
-        TimeoutError: somebody listens and says nothing.
-        RefusedError: it is not the server meant, or does not take us.
-        ServerClosedError: it is shutting down.
-    """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _connected(family: int, where: Any, timeout: float) -> socket.socket:
+    connection = socket.socket(family, socket.SOCK_STREAM)
     try:
-        _reach(connection, address, deadline)
+        connection.settimeout(timeout)
+        connection.connect(where)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _reach(connection: socket.socket, address: Address, deadline: float) -> None:
-    try:
-        _set_deadline(connection, deadline)
-        connection.connect(address.path)
-        _join(connection, address, deadline)
-        connection.settimeout(None)
-    except TransportError:
-        raise
-    except TimeoutError as error:
-        raise TimeoutError(
-            f"the server at {address} did not answer in time; is it stopped, computing, or out of descriptors?"
-        ) from error
-    except (ConnectionError, BlockingIOError) as error:
-        raise PeerLostError(f"nobody listens at {address}: {error}") from error
-
-
-def make_hello() -> bytes:
-    """What both sides say first, with a nonce that they never use again."""
-    return _MAGIC + _VERSION + secrets.token_bytes(_NONCE_BYTES)
-
-
-def process_behind(connection: socket.socket) -> int:
-    """Id of the process that made the other end."""
-    return _credentials(connection)[0]
-
-
-def objection_to(connection: socket.socket) -> str:
-    """Why the other end cannot be one of us, before a byte was read from it; empty if it may be."""
-    pid, uid = _credentials(connection)
-    return "" if uid == os.geteuid() else f"process {pid} runs as user {uid}, not {os.geteuid()}"
-
-
-def verdict(address: Address, hello: bytes, reply: bytes) -> tuple[bytes, str]:
-    """The server's answer to a client's ``reply`` to its ``hello``, and the objection if it is none of us."""
-    theirs, proof = reply[:HELLO_BYTES], reply[HELLO_BYTES:]
-    if not theirs.startswith(_MAGIC + _VERSION):
-        return _REFUSED + bytes(_PROOF_BYTES), "it speaks another language or version"
-    if not hmac.compare_digest(proof, _proof(address, b"client", hello, theirs)):
-        return _REFUSED + bytes(_PROOF_BYTES), "it does not hold the secret"
-    return _WELCOME + _proof(address, b"server", hello, theirs), ""
-
-
-def closed_verdict() -> bytes:
-    """The server's answer to a client that comes while it closes."""
-    return _CLOSED + bytes(_PROOF_BYTES)
-
-
-def _join(connection: socket.socket, address: Address, deadline: float) -> None:
-    objection = objection_to(connection)
-    if objection:
-        raise RefusedError(f"the server at {address} is not ours: {objection}")
-    hello = _receive(connection, HELLO_BYTES, address, deadline)
-    if not hello.startswith(_MAGIC):
-        raise RefusedError(f"what listens at {address} is no meshinfer queue server")
-    if not hello.startswith(_MAGIC + _VERSION):
-        raise RefusedError(f"the server at {address} runs another version of meshinfer")
-    mine = make_hello()
-    connection.sendall(mine + _proof(address, b"client", hello, mine))
-    answer = _receive(connection, len(_WELCOME) + _PROOF_BYTES, address, deadline)
-    found, proof = answer[: len(_WELCOME)], answer[len(_WELCOME) :]
-    if found == _CLOSED:
-        raise ServerClosedError("the server has shut down")
-    if found != _WELCOME:
-        raise RefusedError(f"the server at {address} does not take us: the secret is not its own")
-    if not hmac.compare_digest(proof, _proof(address, b"server", hello, mine)):
-        raise RefusedError(f"what listens at {address} does not hold our secret")
-
-
 def _credentials(connection: socket.socket) -> tuple[int, int]:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
-
-
-def _proof(address: Address, role: bytes, server_hello: bytes, client_hello: bytes) -> bytes:
-    return hmac.digest(address.secret, role + server_hello + client_hello, "sha256")
-
-
-def _set_deadline(connection: socket.socket, deadline: float) -> None:
-    connection.settimeout(max(deadline - time.monotonic(), 0.001))
-
-
-def _receive(connection: socket.socket, count: int, address: Address, deadline: float) -> bytes:
-    data = b""
-    while len(data) < count:
-        _set_deadline(connection, deadline)
-        piece = connection.recv(count - len(data))
-        if not piece:
-            raise PeerLostError(f"the server at {address} went away while this client joined")
-        data += piece
-    return data

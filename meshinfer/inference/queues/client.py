@@ -1,46 +1,53 @@
-"""The client of a :class:`~meshinfer.inference.queues.transport.MPTransport`."""
+"""The client of every queue between processes."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tensordict import TensorDictBase
 
 from meshinfer.arguments import as_seconds
-from meshinfer.errors import ClosedError, PeerLostError, ServerClosedError
+from meshinfer.errors import ClosedError, PeerLostError, RefusedError, ServerClosedError
 from meshinfer.inference.future import ReplyFuture, reply_by
 from meshinfer.inference.interaction import current_interaction
-from meshinfer.inference.queues.address import Address, connect
+from meshinfer.inference.queues.address import Address
 from meshinfer.inference.queues.codec import Packer
 from meshinfer.inference.queues.connection import Connection
 from meshinfer.inference.queues.forks import let_go_in_forks
+from meshinfer.inference.queues.locate import NotThereError, Whereabouts
+from meshinfer.inference.queues.proof import connect
 
-__all__ = ["MPClient"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["MPClient", "QueueClient"]
 
 _RETURN_SECONDS: Final = 5.0
 _FIRST_PAUSE: Final = 0.002
 _LONGEST_PAUSE: Final = 0.1
 
 
-class MPClient:
-    """One process's way to the policy server on its host.
+class QueueClient:
+    """One process's way to the policy server.
 
     Connects on first use, waiting for the server if it does not listen yet. Picklable: the copy connects on its own,
     and so does that of a fork. May be shared by threads. After the server is lost the next call looks for it again.
 
     Args:
-        address: of the server, and the secret.
+        whereabouts: of the server, and the secret.
         timeout: seconds for connecting, and for the server to take a request.
     """
 
-    def __init__(self, address: Address, timeout: float) -> None:
-        self._address = address
+    def __init__(self, whereabouts: Whereabouts, timeout: float) -> None:
+        self._whereabouts = whereabouts
         self._timeout = timeout
         self._packer = Packer("request")
         self._closed = False
+        self._stale: Address | None = None
         self._reset()
 
     def __call__(self, payload: TensorDictBase, timeout: float | None = None) -> TensorDictBase:
@@ -92,7 +99,7 @@ class MPClient:
         self._leaving.set()  # whoever connects gives up
         self._finalizer()
 
-    def __enter__(self) -> MPClient:
+    def __enter__(self) -> Self:
         self._check_open()
         return self
 
@@ -102,11 +109,11 @@ class MPClient:
     def __repr__(self) -> str:
         connection = self._connection
         state = "not connected" if connection is None or connection.ended else "connected"
-        return f"MPClient({self._address}, {'closed' if self._closed else state})"
+        return f"{type(self).__name__}({self._whereabouts}, {'closed' if self._closed else state})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._check_open()
-        return type(self), (self._address, self._timeout)
+        return type(self), (self._whereabouts, self._timeout)
 
     def forked(self) -> None:
         """In a forked child: begin anew."""
@@ -127,7 +134,7 @@ class MPClient:
     def _connect(self, deadline: float) -> Connection:
         if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
             raise TimeoutError(
-                f"another thread was still connecting to {self._address} when time ran out"
+                f"another thread was still connecting to {self._whereabouts} when time ran out"
             )
         try:
             self._check_open()
@@ -144,18 +151,24 @@ class MPClient:
         finally:
             self._lock.release()
 
-    def _join(self, deadline: float) -> Connection:
-        """Connect, waiting for somebody to listen."""
+    def _join(self, deadline: float, patience: float = math.inf) -> Connection:
+        """Connect, waiting for somebody to listen.
+
+        Args:
+            deadline: ``time.monotonic()`` at which to give up.
+            patience: the same, while nobody promises that somebody will.
+        """
         let_go_in_forks(self)
         began, pause = time.monotonic(), _FIRST_PAUSE
         while True:
             try:
                 return self._try(deadline)
-            except PeerLostError as error:
-                left = deadline - time.monotonic()
+            except NotThereError as error:
+                end = deadline if error.coming else min(deadline, patience)
+                left = end - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(
-                        f"no policy server listened at {self._address} for {deadline - began:.3g} s; is it started?"
+                        f"no policy server listened at {self._whereabouts} for {end - began:.1f} s; is it started?"
                         f" ({error})"
                     ) from error
             if self._leaving.wait(min(pause, left)):
@@ -165,19 +178,50 @@ class MPClient:
     def _rejoin(self, ended: Connection, deadline: float) -> Connection:
         """Look for the server again, briefly; after a goodbye only once."""
         ended.close()
-        error = ended.error
+        error, until = ended.error, time.monotonic() + _RETURN_SECONDS
+        if isinstance(error, ServerClosedError):
+            try:
+                return self._try(min(deadline, until))
+            except (NotThereError, PeerLostError, TimeoutError):
+                raise error from None
         try:
-            if isinstance(error, ServerClosedError):
-                return self._try(deadline)
-            return self._join(min(deadline, time.monotonic() + _RETURN_SECONDS))
-        except PeerLostError:
-            raise error from None
+            return self._join(deadline, until)
         except TimeoutError as late:
             raise PeerLostError(f"{error}; looked for it again: {late}") from late
 
     def _try(self, deadline: float) -> Connection:
-        connected = connect(self._address, max(deadline, time.monotonic() + _FIRST_PAUSE))
-        return Connection(connected, str(self._address), self._timeout)
+        """One attempt, or two when the first was made where the server had been.
+
+        Raises:
+            NotThereError: another attempt may find it.
+            Exception: none will.
+        """
+        deadline = max(deadline, time.monotonic() + _FIRST_PAUSE)
+        found = self._whereabouts.find(deadline, self._stale)
+        try:
+            return self._reach(found, deadline)
+        except (NotThereError, RefusedError) as error:
+            self._stale = found
+            fresh = self._whereabouts.find(deadline, found)
+            if fresh == found:
+                raise error from None
+            return self._reach(fresh, deadline)
+
+    def _reach(self, address: Address, deadline: float) -> Connection:
+        attempt = time.monotonic() + self._whereabouts.attempt_seconds
+        try:
+            connected = connect(address, min(deadline, attempt))
+        except PeerLostError as error:
+            raise NotThereError(str(error)) from error
+        except TimeoutError as error:
+            if deadline <= attempt:
+                raise
+            raise NotThereError(str(error)) from error
+        return Connection(connected, address, self._timeout, self._whereabouts.account)
+
+
+class MPClient(QueueClient):
+    """The client of a :class:`~meshinfer.inference.queues.transport.MPTransport`."""
 
 
 def _leave(holder: list[Connection]) -> None:

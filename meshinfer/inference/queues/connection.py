@@ -8,10 +8,12 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 from meshinfer.errors import ClosedError, PeerLostError, ServerClosedError, TransportError
 from meshinfer.inference.future import ReplyFuture
+from meshinfer.inference.queues.address import Address
 from meshinfer.inference.queues.codec import Message
 from meshinfer.inference.queues.forks import let_go_in_forks
 from meshinfer.inference.queues.labels import Labeller, Labels, unpacked
@@ -23,7 +25,6 @@ from meshinfer.inference.queues.wire import (
     Kind,
     header_of,
     skip,
-    widen,
 )
 from meshinfer.inference.remote_errors import decode_exception
 
@@ -49,15 +50,23 @@ class Connection:
     """One connection to a server, proved by both sides.
 
     Args:
-        connection: a socket that blocks; closed by us.
-        name: of the server, for errors.
+        connection: a socket that blocks, prepared; closed by us.
+        address: of the server.
         patience: seconds between two looks of a waiter without a deadline; our thread notices the server's end itself.
+        account: what else is known of a server that has gone without a goodbye, for the error; called by our thread.
     """
 
-    def __init__(self, connection: socket.socket, name: str, patience: float) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        address: Address,
+        patience: float,
+        account: Callable[[], str],
+    ) -> None:
         self.patience = patience
+        self.address = address
         self._socket = connection
-        self._name = name
+        self._account = account
         self._turn = threading.Lock()  # to write
         self._lock = threading.RLock()  # the garbage collector may close us anywhere
         self._labeller = Labeller()
@@ -67,7 +76,6 @@ class Connection:
         self._flying: dict[int, _Flight] = {}
         self._ended: type[TransportError] | None = None
         self._reason = ""
-        widen(connection)
         self._room = select.poll()
         self._room.register(connection.fileno(), select.POLLOUT)
         self._thread = threading.Thread(target=self._run, name="meshinfer-client", daemon=True)
@@ -170,7 +178,7 @@ class Connection:
 
     def _not_taken(self) -> TimeoutError:
         return TimeoutError(
-            f"the server at {self._name} did not take the request in time; is it stopped, or overloaded?"
+            f"the server at {self.address} did not take the request in time; is it stopped, or overloaded?"
         )
 
     def _say_goodbye(self) -> None:
@@ -194,12 +202,7 @@ class Connection:
 
     def _run(self) -> None:
         try:
-            reader = FrameReader(memoryview(bytearray(STAGING_BYTES)))
-            while self._receive(reader):
-                pass
-            self._end(PeerLostError, f"the process of the server at {self._name} has gone")
-        except (OSError, BadFrameError) as error:
-            self._end(PeerLostError, f"the server at {self._name} has gone: {error}")
+            self._lose(self._receive_all())
         except Exception as error:
             logger.exception("a client failed to receive")
             self._end(TransportError, f"this client failed to receive: {error!r}")
@@ -208,10 +211,30 @@ class Connection:
             self._socket.close()
             self._backlog = []
 
+    def _receive_all(self) -> str:
+        """Until the end: how that came, if not with a goodbye."""
+        reader = FrameReader(memoryview(bytearray(STAGING_BYTES)))
+        try:
+            while self._receive(reader):
+                pass
+        except (OSError, BadFrameError) as error:
+            return f"the server at {self.address} has gone: {error}"
+        return f"the process of the server at {self.address} has gone"
+
     def _receive(self, reader: FrameReader) -> bool:
         """Wait for something and deliver it; ``False`` at the end."""
-        frames = reader.read(self._socket.recv_into)
+        try:
+            frames = reader.read(self._socket.recv_into)
+        except BlockingIOError:  # nothing came for a while
+            if self.address.is_silent(self._socket):
+                raise TimeoutError("its host does not answer any more") from None
+            return True
         return frames is not None and all(self._deliver(frame) for frame in frames)
+
+    def _lose(self, reason: str) -> None:
+        """It ended without a goodbye."""
+        if not self.ended:
+            self._end(PeerLostError, reason + self._account())
 
     def _deliver(self, frame: Frame) -> bool:
         """``False`` for the server's goodbye."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import select
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from meshinfer.inference.queues.address import Address, listen, make_hello, objection_to
+from meshinfer.inference.queues.address import Address
 from meshinfer.inference.queues.codec import Packer
+from meshinfer.inference.queues.door import Door
 from meshinfer.inference.queues.forks import let_go_in_forks
+from meshinfer.inference.queues.proof import make_hello
 from meshinfer.inference.queues.session import Request, Session
 from meshinfer.inference.queues.wire import STAGING_BYTES
 
@@ -26,8 +26,6 @@ logger = logging.getLogger("meshinfer.queues")
 
 _GOODBYE_SECONDS: Final = 2.0
 _STUCK_SECONDS: Final = 1.0
-_REST_SECONDS: Final = 1.0
-_NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Hub:
@@ -35,6 +33,7 @@ class Hub:
 
     It needs one descriptor for each client, three of its own, and one thread, whatever clients there are. That thread
     waits for all of them at once and for none of them: what a client has sent is kept until its message is complete.
+    Who has not proved to be a client within ten seconds is cut off.
 
     Args:
         address: where to listen.
@@ -45,7 +44,8 @@ class Hub:
     """
 
     def __init__(self, address: Address) -> None:
-        self.address = address
+        self._door = Door(address)
+        self.address = self._door.address
         self.pending: deque[Request] = deque()
         self.packer = Packer("reply")
         self.staging = memoryview(bytearray(STAGING_BYTES))
@@ -63,18 +63,16 @@ class Hub:
         self._changed = threading.Condition()
         self._bell_lock = threading.RLock()  # the garbage collector may close us anywhere
         self._bell = -1
-        self._listener = listen(address)
         try:
             self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._epoll = select.epoll()
         except OSError:
-            self._listener.close()
+            self._door.close()
             if self._bell >= 0:
                 os.close(self._bell)
             raise
-        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._door.watch(self._epoll)
         self._epoll.register(self._bell, select.EPOLLIN)
-        self._rest_until: float | None = None
         self._thread = threading.Thread(target=self._run, name="meshinfer-queue", daemon=True)
         let_go_in_forks(self)
         self._thread.start()
@@ -149,8 +147,7 @@ class Hub:
             return list(self._sessions.values())
 
     def _stop_serving(self) -> None:
-        with contextlib.suppress(OSError):  # a listening socket may say that it is not connected
-            self._listener.shutdown(socket.SHUT_RDWR)  # from now on nobody can connect
+        self._door.lock()
         if not self._silently:
             for session in self._all():
                 session.say_goodbye()
@@ -167,7 +164,7 @@ class Hub:
         self._bell_lock, bell, self._bell = threading.RLock(), self._bell, -1
         for session in self._sessions.values():
             session.forked()
-        self._listener.close()
+        self._door.close()
         self._epoll.close()
         if bell >= 0:
             os.close(bell)
@@ -190,7 +187,7 @@ class Hub:
         with self._changed:
             self._joins += 1
             self._clients.add(session)
-        logger.debug("a client in process %d joined %s", session.pid, self.address)
+        logger.debug("a client in %s joined %s", session.who, self.address)
         if self._closing and not self._silently:
             session.say_goodbye()
 
@@ -201,13 +198,11 @@ class Hub:
         self._epoll.unregister(session.fd)
         session.close()
         if not lost or self._closing:
-            logger.debug("a client in process %d left %s", session.pid, self.address)
+            logger.debug("a client in %s left %s", session.who, self.address)
         else:
             self.lost += session.joined
             what = "was lost" if session.joined else "did not join"
-            logger.warning(
-                "a client of %s in process %d %s: %s", self.address, session.pid, what, lost
-            )
+            logger.warning("a client of %s in %s %s: %s", self.address, session.who, what, lost)
         with self._changed:
             del self._sessions[session.fd]
             self._clients.discard(session)
@@ -216,7 +211,10 @@ class Hub:
     def _run(self) -> None:
         try:
             while not self._said_goodbye:
-                self._turn(self._patience())
+                left = self._door.seconds_left()
+                self._turn(left)
+                if left == 0:
+                    self._do_chores()
             self._write_last_words()
         except Exception:
             logger.exception("the thread of %s failed", self.address)
@@ -254,48 +252,21 @@ class Hub:
             self._epoll.modify(session.fd, wanted)
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
+        connection = self._door.accept(len(self._sessions))
+        if connection is None:
             return
-        except OSError as error:
-            if self._closing:
-                return
-            if error.errno not in _NO_ROOM:
-                raise
-            logger.error(
-                "no room for another client of %s beside %d: %s; raise ulimit -n",
-                self.address,
-                len(self._sessions),
-                error.strerror,
-            )
-            return self._rest()
-        objection = objection_to(connection)
-        if objection:
-            logger.warning("a client of %s was refused: %s", self.address, objection)
-            return connection.close()
         session = Session(self, connection, make_hello())
         with self._changed:
             self._sessions[session.fd] = session
         self._epoll.register(session.fd, session.registered)
+        self._door.watch_stranger(session)
 
-    def _rest(self) -> None:
-        """Accept nobody for a second: those who wait would be announced without end."""
-        self._epoll.modify(self._listener.fileno(), 0)
-        self._rest_until = time.monotonic() + _REST_SECONDS
-
-    def _patience(self) -> float | None:
-        if self._rest_until is None:
-            return None
-        left = self._rest_until - time.monotonic()
-        if left > 0:
-            return left
-        self._rest_until = None
-        self._epoll.modify(self._listener.fileno(), select.EPOLLIN)
-        return None
+    def _do_chores(self) -> None:
+        for session, reason in self._door.do_chores(list(self._sessions.values())):
+            self.end(session, reason)
 
     def _write_last_words(self) -> None:
-        self._epoll.unregister(self._listener.fileno())
+        self._door.unwatch()
         deadline = time.monotonic() + _GOODBYE_SECONDS
         while (left := deadline - time.monotonic()) > 0 and self._waiting(self._sessions.values()):
             self._turn(left)
@@ -312,7 +283,7 @@ class Hub:
             self._sessions.clear()
             self._clients.clear()
             self._changed.notify_all()
-        self._listener.close()
+        self._door.close()
         self._epoll.close()
         with self._bell_lock:
             os.close(self._bell)

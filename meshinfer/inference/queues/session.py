@@ -10,14 +10,9 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from meshinfer.inference.queues.address import (
-    REPLY_BYTES,
-    closed_verdict,
-    process_behind,
-    verdict,
-)
 from meshinfer.inference.queues.codec import Message, Structure
 from meshinfer.inference.queues.labels import Labeller, Labels, unpacked
+from meshinfer.inference.queues.proof import REPLY_BYTES, closed_verdict, verdict
 from meshinfer.inference.queues.wire import (
     HEADER_BYTES,
     BadFrameError,
@@ -26,7 +21,6 @@ from meshinfer.inference.queues.wire import (
     Kind,
     header_of,
     skip,
-    widen,
 )
 
 if TYPE_CHECKING:
@@ -78,15 +72,18 @@ class Session:
 
     Args:
         hub: to which it belongs.
-        connection: accepted, from a process of our user.
+        connection: accepted, from whom the address has no objection to; prepared.
         hello: what to say first.
+
+    Attributes:
+        since: ``time.monotonic()`` at which it was accepted.
     """
 
     def __init__(self, hub: Hub, connection: socket.socket, hello: bytes) -> None:
         connection.setblocking(False)
-        widen(connection)
         self.fd = connection.fileno()
-        self.pid = process_behind(connection)
+        self.who = hub.address.who(connection)
+        self.since = time.monotonic()
         self.joined = False
         self.registered = _READ
         self._hub = hub
@@ -168,6 +165,11 @@ class Session:
             self._paused = self._held > limit
             return (0 if self._paused else _READ) | (_WRITE if self._outbox else 0)
 
+    @property
+    def silent(self) -> bool:
+        """Whether the client's host has vanished."""
+        return self._hub.address.is_silent(self._connection)
+
     def handle(self, events: int) -> None:
         """Do what the events allow."""
         if events & _WRITE:
@@ -225,7 +227,7 @@ class Session:
         if not data:
             self._hub.end(self, "it went away while it joined")
         elif len(self._reply) == REPLY_BYTES:
-            answer, objection = verdict(self._hub.address, self._hello, self._reply)
+            answer, objection = verdict(self._hub.address.secret, self._hello, self._reply)
             with self._lock:  # a goodbye must know which of the two it follows
                 self.send([memoryview(answer)])
                 self.joined = not objection

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -20,7 +19,7 @@ __all__ = [
     "Kind",
     "header_of",
     "skip",
-    "widen",
+    "whole_frame",
     "write_header",
 ]
 
@@ -33,7 +32,6 @@ NO_LAYOUT: Final = -1
 
 STAGING_BYTES: Final = 1 << 16
 """Bodies that fit are received many at a time and copied; larger ones are received where they stay."""
-_SOCKET_BYTES: Final = 1 << 20
 _LONGEST_BODY: Final = 1 << 40
 _KEPT_FREE: Final = (0, 0, 0)
 
@@ -78,6 +76,14 @@ def write_header(
     _HEADER.pack_into(target, 0, kind, identifier, length, layout, interaction, *_KEPT_FREE)
 
 
+def whole_frame(data: memoryview) -> Frame:
+    """The frame that ``data`` consists of, whose memory it keeps; :class:`BadFrameError` if it does not."""
+    header = _HEADER.unpack_from(data)
+    if header[2] != len(data) - HEADER_BYTES:
+        raise BadFrameError(f"a body of {header[2]} bytes in a message of {len(data)}")
+    return _frame(header, data[HEADER_BYTES:])
+
+
 def skip(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
     """What is left of ``buffers`` without their first ``count`` bytes."""
     left = list(buffers)
@@ -86,11 +92,6 @@ def skip(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
     if count:
         left[0] = left[0][count:]
     return left
-
-
-def widen(connection: socket.socket) -> None:
-    """Let more bytes be under way than by default, for fewer switches in the midst of a large message."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
 
 
 class FrameReader:

@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn.probabilistic import InteractionType, interaction_type, set_interaction_type
 
 from meshinfer.inference.protocol import InferenceClient
-from meshinfer.server import InferenceServer
+from meshinfer.server import ThreadInferenceServer
 from meshinfer.testing.check import conformance_check
 from meshinfer.testing.harness import TransportHarness, report
 from meshinfer.testing.serving import AddOne, request, request_spec, response_spec, serving
@@ -67,7 +67,7 @@ class _Weight(torch.nn.Module):
         return TensorDict({"y": y}, batch_size=batch.batch_size)
 
 
-def _set_weight(server: InferenceServer, version: int) -> None:
+def _set_weight(server: ThreadInferenceServer, version: int) -> None:
     def change(model: Any) -> None:
         model.weight.fill_(version)
 
