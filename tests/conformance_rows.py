@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshinfer import DistributedTransport, MPTransport, SlotTransport, ThreadingTransport
+from meshinfer.inference.monarch import MonarchTransport
 from meshinfer.inference.shared import ProcessSlotTransport, SharedMemoryTransport
 
 NUM_SLOTS = 48
@@ -35,8 +36,18 @@ def process_slot(request_spec: Any, response_spec: Any, **options: Any) -> Proce
     return ProcessSlotTransport(request_spec, response_spec, num_slots=NUM_SLOTS, **options)
 
 
+def ray(request_spec: Any, response_spec: Any, **options: Any) -> Any:
+    from meshinfer.inference.ray import RayTransport
+
+    return RayTransport(**options)
+
+
 def shared_memory(request_spec: Any, response_spec: Any, **options: Any) -> SharedMemoryTransport:
     return SharedMemoryTransport(request_spec, response_spec, num_slots=128, **options)
+
+
+def monarch(request_spec: Any, response_spec: Any, **options: Any) -> MonarchTransport:
+    return MonarchTransport(**options)
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class Row:
         kind: as in the compatibility table.
         factory: makes the transport.
         places: where its clients may be: ``"threads"``, or processes of a start method. In ``"threads-inline"`` who
-            receives a request serves it too.
+            receives a request serves it too. ``"ray-..."`` wants a cluster of Ray, ``"monarch-..."`` monarch.
         lacks: capabilities of a harness that it does not have.
     """
 
@@ -83,5 +94,18 @@ ROWS = (
         lacks=("many_in_flight", "own_client"),
     ),
     Row("shared_memory", "shared_memory", shared_memory, SAME_HOST),
-    Row("distributed", "distributed", DistributedTransport, (*PROCESSES, "threads-inline")),
+    Row(
+        "distributed",
+        "distributed",
+        DistributedTransport,
+        (*PROCESSES, "threads-inline", "ray-actors", "monarch-actors"),
+    ),
+    Row("ray", "ray", ray, ("ray-threads", "ray-actors"), lacks=("fixed_layout",)),
+    Row(
+        "monarch",
+        "monarch",
+        monarch,
+        ("monarch-threads", "monarch-actors"),
+        lacks=("fixed_layout",),
+    ),
 )

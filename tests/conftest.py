@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -14,8 +14,14 @@ from typing import Any
 
 import psutil
 import pytest
+import ray_cluster as rays
 import warm
-from support import wait_until
+from support import unavailable, wait_until
+
+from meshinfer.optional import load_monarch
+from meshinfer.testing.monarch_actors import MonarchWorkers
+
+pytest_plugins = ["cluster.fixtures"]
 
 # torch looks up the name of every address that it connects to. A resolver that answers seldom, as in
 # many containers, would hold each up for seconds.
@@ -27,6 +33,9 @@ SECONDS_TO_SETTLE = 20.0
 # Inherited by every process that a test starts, also by those whose parent has died.
 SESSION_VARIABLE = "MESHINFER_TEST_SESSION"
 SESSION = uuid.uuid4().hex
+
+LASTING = ("ray_cluster", "monarch")
+"""Fixtures that stay in the process that once had them."""
 
 call_passed = pytest.StashKey[bool]()
 
@@ -71,6 +80,8 @@ def started_here(pid: int) -> bool:
     lasting = resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid
     if pid in (*lasting, *warm.standing()):  # these stay until the interpreter ends
         return False
+    if rays.owns(pid):  # until the session ends
+        return False
     try:
         process = psutil.Process(pid)
         return process.ppid() == os.getpid() or process.environ().get(SESSION_VARIABLE) == SESSION
@@ -80,6 +91,79 @@ def started_here(pid: int) -> bool:
 
 def pytest_configure() -> None:
     os.environ[SESSION_VARIABLE] = SESSION
+    # monarch logs to one file of the user's, for all of its programs, unless it is given another name
+    os.environ["MONARCH_LOG_SUFFIX"] = f"meshinfer_{SESSION}"
+
+
+def pytest_unconfigure() -> None:
+    for log in Path("/tmp").glob(f"*/monarch_log_meshinfer_{SESSION}*"):
+        log.unlink(missing_ok=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with monarch or Ray in this process come last: nothing forks a process with their threads.
+
+    Where several processes share the work, each takes whole groups: what is set up for one test serves its neighbours.
+    """
+    items.sort(key=lambda item: [name in fixtures_of(item) for name in LASTING])
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+
+
+def fixtures_of(item: pytest.Item) -> Sequence[str]:
+    return getattr(item, "fixturenames", ())
+
+
+def group_of(item: pytest.Item) -> str:
+    for name in (*LASTING, "slurm"):
+        if name in fixtures_of(item):
+            return name
+    place = getattr(item, "callspec", None) and item.callspec.params.get("place")  # type: ignore[attr-defined]
+    return f"{item.path.stem}-{place}" if place else item.path.stem
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """The module ``ray``, connected to a local cluster."""
+    with rays.running() as ray:
+        yield ray
+
+
+@pytest.fixture(scope="session")
+def ray_pool(ray_cluster: Any) -> Iterator[Any]:
+    """Two actors for clients."""
+    from meshinfer.testing.actors import ActorPool
+
+    with ActorPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def ray_actors(ray_pool: Any) -> Any:
+    """The same, ready: those that the last test killed are replaced."""
+    ray_pool.replenish()
+    return ray_pool
+
+
+@pytest.fixture(scope="session")
+def monarch() -> None:
+    """monarch, in this process from now on."""
+    for kind in (
+        "ACTOR",
+        "PROC",
+    ):  # a process that imports torch answers nobody, for long on a busy machine
+        os.environ.setdefault(f"HYPERACTOR_MESH_GET_{kind}_STATE_MAX_IDLE", "60s")
+    try:
+        load_monarch("this test").context()
+    except ImportError as error:
+        unavailable(str(error))
+
+
+@pytest.fixture(scope="session")
+def monarch_workers(monarch: None) -> Iterator[MonarchWorkers]:
+    """Actors in processes of their own. Whoever may have killed one replenishes them."""
+    with MonarchWorkers() as workers:
+        yield workers
 
 
 def pytest_collection_finish() -> None:
@@ -117,15 +201,22 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def leaked_since(before: Held) -> dict[str, list[Any]]:
-    """What is new, less the shared memory that a process of somebody else has mapped."""
+    """What is new, less the shared memory that a process of somebody else has mapped, and Ray's connections."""
     leaked = Held.now().new_since(before)
+    ports = rays.ports() if "sockets" in leaked else frozenset()
+    sockets = [each for each in leaked.get("sockets", ()) if not ports & ports_of(each)]
     names = set(leaked.get("shared_memory", ()))
     for pid in psutil.pids() if names else ():
         if pid != os.getpid() and not started_here(pid):
             mapped = mapped_files(pid)
             names -= {name for name in names if str(SHARED_MEMORY / name) in mapped}
-    kept = {**leaked, "shared_memory": sorted(names)}
+    kept = {**leaked, "shared_memory": sorted(names), "sockets": sockets}
     return {name: held for name, held in kept.items() if held}
+
+
+def ports_of(connection: tuple[Any, ...]) -> set[int]:
+    _, *ends = connection
+    return {end.port for end in ends if end}
 
 
 def mapped_files(pid: int) -> str:

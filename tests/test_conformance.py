@@ -16,8 +16,10 @@ from support import PRELOADED
 
 from meshinfer.testing import (
     CONFORMANCE_CHECKS,
+    ActorPool,
     ConformanceCheck,
     ProcessHarness,
+    RayHarness,
     ThreadHarness,
     TransportHarness,
     WorkerPool,
@@ -26,6 +28,7 @@ from meshinfer.testing import (
     report,
     run_conformance,
 )
+from meshinfer.testing.monarch_actors import MonarchHarness, MonarchWorkers
 from meshinfer.transport import INFERENCE_TRANSPORTS
 
 SECONDS_TO_IMPORT = 100.0
@@ -54,19 +57,37 @@ FORKED = (
     "a_killed_client_hinders_nobody",
     "a_killed_server_is_noticed",
 )
+# Likewise, with no more than two clients at once.
+ACTORS = (
+    *SPAWNED,
+    "rows_of_a_batch_go_to_their_requests",
+    "a_burst_of_timeouts_does_no_damage",
+    "closing_gives_up_what_is_in_flight",
+    "a_flood_is_answered_in_full",
+    "a_killed_client_hinders_nobody",
+)
 SUITES = {
     "threads": tuple(BY_NAME),
     "threads-inline": tuple(BY_NAME),
     "forkserver": tuple(BY_NAME),
     "spawn": SPAWNED,
     "fork": FORKED,
+    "ray-threads": tuple(BY_NAME),
+    "ray-actors": ACTORS,
+    "monarch-threads": tuple(BY_NAME),
+    "monarch-actors": (*FORKED, "a_client_can_be_pickled"),
 }
+RUNTIMES = ("ray-", "monarch-")
 
 
-def cases() -> Iterator[Any]:
-    """Each check of each transport in each place, but those that say nothing there."""
+def cases(runtime: str = "") -> Iterator[Any]:
+    """Each check of each transport in each place with a runtime, but those that say nothing there."""
     for row in ROWS:
         for place in row.places:
+            if not place.startswith(runtime or place) or place.startswith(RUNTIMES) != bool(
+                runtime
+            ):
+                continue
             harness = harness_for(row, place, WorkerPool())
             for name in SUITES[place]:
                 if BY_NAME[name].applies_to(harness):
@@ -74,9 +95,13 @@ def cases() -> Iterator[Any]:
 
 
 def harness_for(row: Row, place: str, pool: WorkerPool | None) -> TransportHarness:
-    if place.startswith("threads"):
+    if "threads" in place:
         return ThreadHarness(row.factory, **row.capabilities)
     assert pool is not None
+    if isinstance(pool, ActorPool):
+        return RayHarness(row.factory, workers=pool, **row.capabilities)
+    if isinstance(pool, MonarchWorkers):
+        return MonarchHarness(row.factory, workers=pool, **row.capabilities)
     return ProcessHarness(row.factory, workers=pool, **row.capabilities)
 
 
@@ -102,9 +127,11 @@ def fork() -> Iterator[WorkerPool]:
 @pytest.fixture
 def pool(request: pytest.FixtureRequest, place: str) -> WorkerPool | None:
     """The processes of one start method, all of them ready."""
-    if place.startswith("threads"):
+    if "threads" in place:
         return None
-    pool: WorkerPool = request.getfixturevalue(place)
+    pool: WorkerPool = request.getfixturevalue(
+        "monarch_workers" if place == "monarch-actors" else place.replace("-", "_")
+    )
     pool.replenish()
     return pool
 
@@ -132,13 +159,33 @@ def test_the_promise(
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize(("row", "place", "check"), list(cases("ray-")))
+def test_the_promise_under_ray(
+    row: Row, place: str, check: ConformanceCheck, ray_cluster: Any, pool: WorkerPool | None
+) -> None:
+    check(harness_for(row, place, pool))
+
+
+@pytest.mark.parametrize(("row", "place", "check"), list(cases("monarch-")))
+def test_the_promise_under_monarch(
+    row: Row, place: str, check: ConformanceCheck, monarch: None, pool: WorkerPool | None
+) -> None:
+    check(harness_for(row, place, pool))
+
+
 def test_every_transport_is_here() -> None:
     """In threads, and where the compatibility table says so, in processes."""
     for entry in INFERENCE_TRANSPORTS:
         factories = [row for row in ROWS if row.kind == entry.kind]
-        for backend, place in (("threading", "threads"), ("multiprocessing", "forkserver")):
+        for backend, place in (
+            ("threading", "threads"),
+            ("multiprocessing", "forkserver"),
+            ("ray", "ray-actors"),
+            ("monarch", "monarch-actors"),
+        ):
             if backend in entry.policy_backends:
-                assert any(place in row.places for row in factories), (entry.class_name, place)
+                places = [each for row in factories for each in row.places]
+                assert any(each.endswith(place) for each in places), (entry.class_name, place)
 
 
 def test_what_does_not_apply_is_left_out() -> None:
