@@ -28,6 +28,7 @@ from meshinfer.inference import (
     make_inference_transport,
 )
 from meshinfer.inference.distributed import DistributedClient, DistributedTransport
+from meshinfer.inference.monarch import MonarchTransport
 from meshinfer.inference.queues import MPTransport
 from meshinfer.inference.slot import SlotTransport
 from meshinfer.inference.threads import ThreadingTransport
@@ -37,9 +38,12 @@ from meshinfer.server import (
     InferenceDeviceConfig,
     InferenceServer,
     InferenceServerConfig,
+    MonarchInferenceServer,
     ProcessInferenceServer,
+    RayInferenceServer,
     ServerHealth,
     ServerStats,
+    ThreadInferenceServer,
 )
 from meshinfer.transport import (
     TransportConfig,
@@ -65,18 +69,22 @@ __all__ = [
     "Mesh",
     "MeshError",
     "MeshInferError",
+    "MonarchInferenceServer",
+    "MonarchTransport",
     "PayloadLayout",
     "PeerLostError",
     "PerNode",
     "PolicyClientModule",
     "ProcessInferenceServer",
     "RankGroup",
+    "RayInferenceServer",
     "RefusedError",
     "RemoteError",
     "ServerClosedError",
     "ServerHealth",
     "ServerStats",
     "SlotTransport",
+    "ThreadInferenceServer",
     "ThreadingTransport",
     "TransportConfig",
     "TransportError",

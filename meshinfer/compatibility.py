@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from meshinfer.transport import AUTO_RULES, INFERENCE_TRANSPORTS, TransportEntry
+from meshinfer.transport import (
+    AUTO_RULES,
+    INFERENCE_TRANSPORTS,
+    POLICY_BACKEND_OF,
+    PolicyBackend,
+    TransportEntry,
+)
 
-__all__ = ["auto_markdown", "compatibility_markdown"]
+__all__ = ["auto_markdown", "compatibility_markdown", "service_markdown"]
 
 
 def compatibility_markdown() -> str:
@@ -22,6 +28,23 @@ def auto_markdown() -> str:
         ("`policy_backend`", "known", "choice", "because"),
         ((f"`{where}`", _code_list(given), f"`{kind}`", why) for where, given, kind, why in cells),
     )
+
+
+def service_markdown() -> str:
+    """One line for each ``service_backend`` of a server."""
+    cells = (
+        (f"`{service}`", f"`{topology}`", _code_list(_auto(topology)), _code_list(_kinds(topology)))
+        for service, topology in POLICY_BACKEND_OF.items()
+    )
+    return _markdown(("`service_backend`", "`policy_backend`", "`auto`", "`transport`"), cells)
+
+
+def _auto(topology: PolicyBackend) -> list[str]:
+    return [rule.kind for rule in AUTO_RULES if rule.policy_backend == topology]
+
+
+def _kinds(topology: PolicyBackend) -> list[str]:
+    return [row.kind for row in INFERENCE_TRANSPORTS if topology in row.policy_backends]
 
 
 def _markdown(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

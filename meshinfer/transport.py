@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast, get_args
 
+from meshinfer.optional import explain_missing
+
 __all__ = [
     "AUTO_RULES",
     "INFERENCE_TRANSPORTS",
     "POLICY_BACKENDS",
+    "POLICY_BACKEND_OF",
     "TRANSPORT_KINDS",
     "AutoRule",
     "PolicyBackend",
@@ -37,6 +40,16 @@ TRANSPORT_KINDS: tuple[str, ...] = get_args(TransportKind)
 
 PolicyBackend: TypeAlias = Literal["threading", "multiprocessing", "ray", "monarch", "spmd"]
 POLICY_BACKENDS: tuple[str, ...] = get_args(PolicyBackend)
+
+POLICY_BACKEND_OF: Mapping[str, PolicyBackend] = MappingProxyType(
+    {
+        "thread": "threading",
+        "process": "multiprocessing",
+        "ray": "ray",
+        "monarch": "monarch",
+    }
+)
+"""The topology of each ``service_backend`` of :class:`~meshinfer.server.server.InferenceServer`."""
 
 
 @dataclass(frozen=True)
@@ -225,17 +238,15 @@ class TransportEntry:
         """Import the class.
 
         Raises:
-            ImportError: a module is missing; for a transport with an extra, the message has the
-                command to install it.
+            ImportError: a package is missing; the message has the command to install it.
         """
         try:
             module = importlib.import_module(self.module)
         except ModuleNotFoundError as exc:
-            if self.extra is None:
+            explained = explain_missing(f"transport {self.kind!r}", exc)
+            if explained is None:
                 raise
-            raise ImportError(
-                f"transport {self.kind!r} needs {exc.name}: pip install 'meshinfer[{self.extra}]'"
-            ) from exc
+            raise explained from exc
         return cast("Callable[..., Any]", getattr(module, self.class_name))
 
     @property
@@ -320,6 +331,21 @@ INFERENCE_TRANSPORTS: tuple[TransportEntry, ...] = (
         description="other processes and other nodes, over private gloo pair groups",
         needs_specs=True,
     ),
+    TransportEntry(
+        kind="ray",
+        class_name="RayTransport",
+        module="meshinfer.inference.ray",
+        policy_backends=("ray",),
+        description="Ray tasks and actors, on any node; any payload, any number of clients",
+        extra="ray",
+    ),
+    TransportEntry(
+        kind="monarch",
+        class_name="MonarchTransport",
+        module="meshinfer.inference.monarch",
+        policy_backends=("threading", "monarch"),
+        description="monarch actors, on any host; any payload, any number of clients",
+    ),
 )
 """Every inference transport of this version. A kind without a row is not offered."""
 
@@ -328,6 +354,8 @@ AUTO_RULES: tuple[AutoRule, ...] = (
     AutoRule("threading", "queue", "the number of environments is not known"),
     AutoRule("multiprocessing", "shared_memory", "both specs are known", given=_SPECS),
     AutoRule("multiprocessing", "queue", "the specs are not known"),
+    AutoRule("ray", "ray", "it reaches Ray's actors, whatever they send"),
+    AutoRule("monarch", "monarch", "it reaches monarch's actors, whatever they send"),
     AutoRule("spmd", "distributed", "it reaches ranks that share no parent process"),
 )
 """What ``auto`` means, per topology. A topology without a rule has no ``auto`` in this version."""

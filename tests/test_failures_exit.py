@@ -237,7 +237,8 @@ def test_ctrl_c_ends_a_server_within_five_seconds(tmp_path: Path, computing: boo
         server.process.send_signal(signal.SIGINT)
         ending = server.ending(10.0)
         assert time.monotonic() - began < 5.0
-        assert ending.code == -signal.SIGINT
+        # torch imports tabulate at the exit where that is installed, and Python then forgets the interrupt
+        assert ending.code in (-signal.SIGINT, 1)
         assert "KeyboardInterrupt" in ending.stderr
         assert "terminate called" not in ending.stderr
         if future is not None:

@@ -267,10 +267,12 @@ class HeldPolicy:
     """Answers once its gate is open, or fails."""
 
     def __init__(self) -> None:
+        self.asked = threading.Event()
         self.opened = threading.Event()
         self.fails = False
 
     def __call__(self, batch: TensorDictBase) -> TensorDict:
+        self.asked.set()
         assert self.opened.wait(SECONDS)
         if self.fails:
             raise ArithmeticError("not today")
@@ -458,6 +460,7 @@ def test_the_server_ends_while_a_request_waits_for_room() -> None:
     server = InferenceServer(policy, TRANSPORTS["distributed"]()).start()
     module = PolicyClientModule(server, ["x"], ["y"], max_inflight=1)
     held = module.submit(observation())
+    assert policy.asked.wait(SECONDS)
     errors: list[BaseException] = []
 
     def submit() -> None:

@@ -129,7 +129,8 @@ def test_nothing_is_left_and_nothing_said_by_ends_without_a_shutdown(tmp_path: P
             running[name].hear("server ", timeout=60.0)
             running[name].signal_group(signal.SIGINT)
             ending = running[name].ending()
-            assert ending.code == -signal.SIGINT, ending.stderr
+            # torch imports tabulate at the exit where that is installed, and Python then forgets the interrupt
+            assert ending.code in (-signal.SIGINT, 1), ending.stderr
             assert ending.stderr.count("Traceback") == 1
             assert ending.stderr.strip().endswith("KeyboardInterrupt")
             assert_gone(running[name])

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import logging
+import socket
+import sys
+import types
 from typing import Any
 
 import pytest
 import torch
+from support import unavailable
 from tensordict import TensorDict
 
 from meshinfer import (
     InferenceTransport,
+    MeshError,
     TransportConfig,
     inference_transport_kind,
     make_inference_transport,
     resolve_transport,
 )
-from meshinfer.inference import resolver
+from meshinfer.inference import nodes, resolver
 from meshinfer.transport import (
     INFERENCE_TRANSPORTS,
     POLICY_BACKENDS,
@@ -26,7 +33,6 @@ from meshinfer.transport import (
 )
 
 BUILT = sorted({entry.kind for entry in INFERENCE_TRANSPORTS})
-NOT_BUILT = [kind for kind in TRANSPORT_KINDS if kind != "auto" and kind not in BUILT]
 SPEC = TensorDict({"x": torch.zeros(4)})
 SPECS = {"request_spec": SPEC, "response_spec": SPEC}
 
@@ -95,6 +101,9 @@ CLASSES: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("process_slot", "threading"): ("ProcessSlotTransport", (*SPEC_NAMES, "num_slots")),
     ("process_slot", "multiprocessing"): ("ProcessSlotTransport", (*SPEC_NAMES, "num_slots")),
     **{("distributed", b): ("DistributedTransport", SPEC_NAMES) for b in POLICY_BACKENDS},
+    ("ray", "ray"): ("RayTransport", ()),
+    ("monarch", "threading"): ("MonarchTransport", ()),
+    ("monarch", "monarch"): ("MonarchTransport", ()),
 }
 FACTS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -106,12 +115,44 @@ FACTS: dict[str, dict[str, Any]] = {
 AUTO: dict[str, tuple[str, str, str, str]] = {
     "threading": ("queue", "slot", "queue", "slot"),
     "multiprocessing": ("queue", "queue", "needs num_slots", "shared_memory"),
-    "ray": ("no choice", "no choice", "no choice", "no choice"),
-    "monarch": ("no choice", "no choice", "no choice", "no choice"),
+    "ray": ("ray", "ray", "ray", "ray"),
+    "monarch": ("monarch", "monarch", "monarch", "monarch"),
     "spmd": ("needs request_spec", "needs request_spec", "distributed", "distributed"),
 }
 
 
+class RayRecorder(Recorder):
+    """Instead of a transport that needs a cluster."""
+
+    transport_kind = "ray"
+
+    def __init__(self) -> None:
+        super().__init__(num_slots=0)
+
+    def __enter__(self) -> RayRecorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+RayRecorder.__name__ = "RayTransport"
+
+
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of Ray is answered without a cluster; tests/test_service_backend.py has one."""
+    rows = [
+        dataclasses.replace(row, module=__name__, class_name="RayRecorder")
+        if row.kind == "ray"
+        else row
+        for row in INFERENCE_TRANSPORTS
+    ]
+    monkeypatch.setattr(resolver, "INFERENCE_TRANSPORTS", rows)
+    monkeypatch.setattr(resolver, "node_address", lambda backend: "127.0.0.1")
+
+
+@pytest.mark.usefixtures("no_cluster")
 @pytest.mark.parametrize("known", FACTS)
 @pytest.mark.parametrize("backend", POLICY_BACKENDS)
 @pytest.mark.parametrize("kind", TRANSPORT_KINDS[1:])
@@ -134,6 +175,7 @@ def test_a_kind_by_name(kind: str, backend: Any, known: str) -> None:
         assert [word for word in allowed if repr(word) not in str(raised.value)] == []
 
 
+@pytest.mark.usefixtures("no_cluster")
 @pytest.mark.parametrize("known", FACTS)
 @pytest.mark.parametrize("backend", POLICY_BACKENDS)
 @pytest.mark.parametrize("choice", [None, "auto", TransportConfig()])
@@ -163,12 +205,66 @@ def test_the_facts_reach_the_transport() -> None:
     assert slot.request_layout is not None
 
 
-@pytest.mark.parametrize("backend", POLICY_BACKENDS)
-@pytest.mark.parametrize("kind", NOT_BUILT)
-def test_a_kind_that_is_not_built_is_not_offered(kind: str, backend: Any) -> None:
-    with pytest.raises(ValueError, match=f"'{kind}' is not available in this version") as raised:
-        make_inference_transport(kind, policy_backend=backend, num_slots=2, **SPECS)
-    assert all(repr(built) in str(raised.value) for built in BUILT)
+def test_every_kind_is_built() -> None:
+    assert set(BUILT) == set(TRANSPORT_KINDS) - {"auto"}
+
+
+def test_a_distributed_server_listens_where_its_runtime_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(resolver, "node_address", lambda backend: "127.0.0.9")
+
+    def listens(**options: Any) -> str:
+        made: Any = make_inference_transport(
+            "distributed", policy_backend="ray", transport_options=options, **SPECS
+        )
+        with made:
+            return str(made.address.host)
+
+    assert listens() == "127.0.0.9"
+    assert listens(host="127.0.0.2") == "127.0.0.2"
+    assert listens(interface="lo") == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert listens() == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("transport", "address"),
+    [
+        ("unix", "127.0.0.1"),
+        ("tcp:127.0.0.3:0", "127.0.0.3"),
+        ("tcp:[::1]:0", "::1"),
+        ("tcp(Hostname)", "this host's name 'here' resolves to the loopback address 127.0.0.1"),
+        ("tcp:0.0.0.0:0", "this host's name 'here' resolves to the loopback address 127.0.0.1"),
+    ],
+)
+def test_monarch_tells_where_a_node_listens(
+    transport: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = types.ModuleType("monarch.config")
+    config.get_global_config = lambda: {"default_transport": transport}  # type: ignore[attr-defined]
+    for name in ("monarch", "monarch.actor"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "monarch.config", config)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(nodes, "resolve", lambda host: "127.0.0.1" if host == "here" else host)
+    if " " not in address:
+        assert nodes.node_address("monarch") == address
+    else:
+        with pytest.raises(MeshError, match=f"{address}.*interface="):
+            nodes.node_address("monarch")
+
+
+@pytest.mark.parametrize("kind", ["auto", "distributed"])
+def test_ray_must_be_initialised(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("ray") is None:
+        unavailable("Ray is not installed")
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ValueError, match=r"Ray, which is not initialised.*ray\.init\(\)"):
+        make_inference_transport(kind, policy_backend="ray", **SPECS)
 
 
 @pytest.mark.parametrize("kind", ["slot", "queue", "distributed"])

@@ -689,7 +689,7 @@ def test_a_ready_transport_has_no_configuration() -> None:
 @pytest.mark.parametrize(
     ("transport", "error", "message"),
     [
-        ("ray", ValueError, "'ray' is not available.*'distributed'"),
+        ("ray", ValueError, "'ray' does not work with policy_backend='threading'.*'distributed'"),
         ("slot", ValueError, "'slot' needs num_slots"),
         ("pigeon", ValueError, "'pigeon'"),
         ("distributed", ValueError, "needs request_spec and response_spec"),

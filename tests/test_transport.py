@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from hidden import hide
 
 import meshinfer.transport
 from meshinfer import (
@@ -20,7 +21,7 @@ from meshinfer import (
     register_transport_resolver,
     resolve_transport,
 )
-from meshinfer.compatibility import auto_markdown, compatibility_markdown
+from meshinfer.compatibility import auto_markdown, compatibility_markdown, service_markdown
 from meshinfer.transport import (
     AUTO_RULES,
     INFERENCE_TRANSPORTS,
@@ -214,7 +215,12 @@ def test_distributed_works_everywhere_and_is_picked_only_between_ranks() -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "render"), [("compatibility", compatibility_markdown), ("auto", auto_markdown)]
+    ("name", "render"),
+    [
+        ("compatibility", compatibility_markdown),
+        ("auto", auto_markdown),
+        ("service", service_markdown),
+    ],
 )
 def test_the_documentation_has_the_table(name: str, render: Callable[[], str]) -> None:
     text = (ROOT / "docs" / "transports.md").read_text()
@@ -222,10 +228,21 @@ def test_the_documentation_has_the_table(name: str, render: Callable[[], str]) -
     assert text.split(begin)[1].split(end)[0] == render()
 
 
-def test_a_missing_extra_names_the_command() -> None:
-    entry = TransportEntry("ray", "X", "meshinfer_no_such_module", ("ray",), "", extra="ray")
-    with pytest.raises(ImportError, match=r"pip install 'meshinfer\[ray\]'") as raised:
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [("ray", r"pip install 'meshinfer\[ray\]'"), ("monarch", "pip install torchmonarch")],
+)
+def test_a_missing_package_is_told_with_the_command(
+    package: Any, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(package, monkeypatch)
+    entry = TransportEntry(package, "X", f"{package}.something", (package,), "")
+    with pytest.raises(ImportError, match=f"{package!r} needs {package}: {command}") as raised:
         entry.load()
     assert isinstance(raised.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_module_that_nothing_brings_is_told_as_it_is() -> None:
+    entry = TransportEntry("ray", "X", "meshinfer_no_such_module", ("ray",), "", extra="ray")
     with pytest.raises(ModuleNotFoundError, match="meshinfer_no_such_module"):
-        dataclasses.replace(entry, extra=None).load()
+        entry.load()

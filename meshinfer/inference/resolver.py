@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from tensordict import TensorDictBase
 
+from meshinfer.inference.nodes import node_address
 from meshinfer.inference.protocol import InferenceTransport
+from meshinfer.rendezvous import INTERFACE_VARIABLE
 from meshinfer.transport import (
     AUTO_RULES,
     INFERENCE_TRANSPORTS,
@@ -24,7 +27,7 @@ from meshinfer.transport import (
     register_transport_resolver,
 )
 
-__all__ = ["inference_transport_kind", "make_inference_transport"]
+__all__ = ["inference_transport_kind", "kinds_for", "make_inference_transport"]
 
 logger = logging.getLogger("meshinfer.inference")
 
@@ -79,7 +82,7 @@ def make_inference_transport(
     facts = _known_facts(facts, options)
     entry, reason = _choose(config.kind, policy_backend, facts)
     factory = entry.load()
-    arguments = _arguments(entry, factory, facts, options)
+    arguments = _arguments(entry, factory, facts, _placed(entry.kind, policy_backend, options))
     logger.debug(
         "inference transport %r (%s) for policy_backend=%r: %s",
         entry.kind,
@@ -161,7 +164,7 @@ def _auto_kind(policy_backend: str, facts: Mapping[str, Any]) -> tuple[str, str]
             return rule.kind, f"auto, because {rule.reason}"
     raise ValueError(
         f"transport 'auto' has no choice for policy_backend={policy_backend!r} in this version;"
-        f" ask by name for one of: {listed(_kinds_for(policy_backend))}"
+        f" ask by name for one of: {listed(kinds_for(policy_backend))}"
     )
 
 
@@ -178,12 +181,27 @@ def _entry(kind: str, policy_backend: str) -> TransportEntry:
     allowed = sorted({name for entry in rows for name in entry.policy_backends})
     raise ValueError(
         f"transport {kind!r} does not work with policy_backend={policy_backend!r}: it works with"
-        f" {listed(allowed)}, and {policy_backend!r} allows {listed(_kinds_for(policy_backend))}"
+        f" {listed(allowed)}, and {policy_backend!r} allows {listed(kinds_for(policy_backend))}"
     )
 
 
-def _kinds_for(policy_backend: str) -> list[str]:
+def kinds_for(policy_backend: str) -> list[str]:
+    """The kinds that work in a topology."""
     return sorted(e.kind for e in INFERENCE_TRANSPORTS if policy_backend in e.policy_backends)
+
+
+_PLACES = ("interface", "host", "directory")
+
+
+def _placed(
+    kind: str, policy_backend: PolicyBackend, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The options; a server that other nodes are to reach listens where its runtime says that they do."""
+    given = any(options.get(name) is not None for name in _PLACES)
+    if kind != "distributed" or given or options.get("role", "server") != "server":
+        return options
+    address = None if os.environ.get(INTERFACE_VARIABLE) else node_address(policy_backend)
+    return options if address is None else {**options, "interface": address}
 
 
 def _arguments(

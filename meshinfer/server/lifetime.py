@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import uuid
 from dataclasses import dataclass
 
-__all__ = ["ServerHealth", "describe_exit", "end_of_process"]
+__all__ = ["NOT_STARTED", "ServerHealth", "describe_exit", "end_of_process", "this_machine"]
 
+NOT_STARTED = "the server was not started"
 _SHELL_BASE = 128
 
 
@@ -54,6 +57,15 @@ def describe_exit(exitcode: int | None) -> str:
     if exitcode > _SHELL_BASE:
         return f"exited with code {exitcode} ({_signal_name(exitcode - _SHELL_BASE)})"
     return f"exited with code {exitcode}"
+
+
+def this_machine() -> str:
+    """Equal in processes that can name each other by their ids: the boot of a machine, and a namespace of ids in it."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no /proc
+        return f"{socket.gethostname()} {uuid.getnode()}"
 
 
 def _signal_name(number: int) -> str:

@@ -21,7 +21,8 @@ from typing import Any
 from meshinfer.errors import PeerLostError, TransportError
 from meshinfer.inference.remote_errors import decode_exception
 from meshinfer.server.lifetime import describe_exit, end_of_process
-from meshinfer.server.process_child import READY, ServerSetup, run_server
+from meshinfer.server.process_child import READY, run_server
+from meshinfer.server.setup import ServerSetup
 
 __all__ = ["ServerProcess"]
 
@@ -100,7 +101,7 @@ class ServerProcess:
         """What ``function(server, *arguments)`` returns in the process, or raises there.
 
         Args:
-            function: one of :mod:`~meshinfer.server.process_child`.
+            function: one of :mod:`~meshinfer.server.requests`.
             arguments: picklable.
             timeout: seconds.
 

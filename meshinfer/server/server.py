@@ -1,230 +1,169 @@
-"""The server that lives in a thread of the process that made it."""
+"""What every server has, and the choice of where it lives."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
-import torch
-from tensordict import TensorDictBase
-from tensordict.nn import InteractionType
-
-from meshinfer.arguments import as_count, as_seconds
+from meshinfer.arguments import as_count
 from meshinfer.errors import ClosedError
-from meshinfer.inference.interaction import encode_interaction
-from meshinfer.inference.protocol import (
-    BatchedTransport,
-    InferenceClient,
-    InferenceTransport,
-    ServedTransport,
-)
-from meshinfer.inference.resolver import inference_transport_kind, make_inference_transport
-from meshinfer.inference.version import Key, as_key
-from meshinfer.server.batcher import Batcher, ItemSource, RowSource, Source
-from meshinfer.server.config import (
-    InferenceDeviceConfig,
-    InferenceServerConfig,
-    merged_config,
-    merged_devices,
-)
-from meshinfer.server.devices import device_pass
-from meshinfer.server.policy import ServedPolicy
-from meshinfer.server.static import StaticBatch, example_batch
-from meshinfer.server.stats import ServerStats, StatsRecorder
-from meshinfer.transport import TransportConfig, as_transport_config
+from meshinfer.inference.protocol import InferenceClient, InferenceTransport
+from meshinfer.inference.resolver import inference_transport_kind
+from meshinfer.server.config import InferenceServerConfig
+from meshinfer.transport import TransportConfig
+
+if TYPE_CHECKING:
+    from tensordict.nn import InteractionType
+    from typing_extensions import Self, Unpack
+
+    from meshinfer.server.backends import ServiceBackend
+    from meshinfer.server.lifetime import ServerHealth
+    from meshinfer.server.monarch import MonarchInferenceServer
+    from meshinfer.server.process import ProcessInferenceServer
+    from meshinfer.server.ray import RayInferenceServer
+    from meshinfer.server.signature import ServerArguments, ThreadArguments
+    from meshinfer.server.stats import ServerStats
+    from meshinfer.server.thread import ThreadInferenceServer
 
 __all__ = ["InferenceServer"]
 
+_Transport = InferenceTransport | TransportConfig | str | None
 
-class InferenceServer:
+
+class _Placed(type):
+    """Calling :class:`InferenceServer` makes the server of the backend that is asked for."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not InferenceServer:
+            return super().__call__(*args, **kwargs)
+        from meshinfer.server.backends import make_server
+
+        return make_server(*args, **kwargs)
+
+
+class InferenceServer(metaclass=_Placed):
     """Serves one policy: batches what has arrived, computes, answers each row.
 
+    ``InferenceServer(model_or_factory, transport, ...)`` makes the server of one of the backends, with its arguments.
+    Each is an ``InferenceServer``, and clients do not see which:
+
+    - ``"thread"``: :class:`~meshinfer.server.thread.ThreadInferenceServer`, of a model, in this process.
+    - ``"process"``: :class:`~meshinfer.server.process.ProcessInferenceServer`,
+    - ``"ray"``: :class:`~meshinfer.server.ray.RayInferenceServer`,
+    - ``"monarch"``: :class:`~meshinfer.server.monarch.MonarchInferenceServer`: of a function that returns the model,
+      which they call where the server lives.
+
     Args:
-        model: a ``TensorDictModule``, any callable from TensorDict to TensorDict, or with ``in_keys`` and ``out_keys``
-            a plain ``nn.Module``. Its input has ``batch_size [N]``, N rows of however many requests (the batch
-            dimensions of vectorised requests are flattened); it is valid during the call only: clone what you keep.
-            A module is copied, so that training it in this process changes nothing until :meth:`update_model`.
-        transport: a ready transport, a kind, a :class:`~meshinfer.transport.TransportConfig`, or ``None``/``"auto"``.
-        max_batch_size: requests in one forward pass, at most.
-        min_batch_size: requests to wait for, for at most ``timeout``.
-        timeout: seconds that the oldest request may wait for ``min_batch_size``.
-        static_batch_size: requests in every forward pass, see :class:`InferenceServerConfig` and :meth:`prepare`.
-        in_keys, out_keys: for a plain ``nn.Module``.
-        collate_fn: makes the policy's input of a list of request TensorDicts, instead of the row-wise gather; its
-            first dimension must be the requests.
-        policy_device: where the model computes; by default wherever it is.
-        output_device: where replies go; by default to where their requests lay. Other than ``"cpu"`` only with a
-            transport between threads that keeps tensors where they are.
-        policy_version: of the weights that ``model`` has now.
-        policy_version_key: where clients find the version that computed their reply, ``None`` for nowhere.
-        share_weights: serve ``model`` itself instead of a copy.
-        request_spec, response_spec, transport_options: for a transport that is made here.
-        server_config: the batching arguments as one object, instead of ``max_batch_size``, ``min_batch_size``,
-            ``timeout`` and ``static_batch_size``.
-        device_config: the devices as one object, instead of ``policy_device`` and ``output_device``.
+        model_or_factory: the model for ``"thread"``, a function that returns it for the others.
+        transport: how requests move, see the class of the backend.
+        service_backend: where the server lives.
+        service_backend_options: for the backend: ``mp_context``, ``startup_timeout`` (``"process"``);
+            ``remote_options``, ``startup_timeout`` (``"ray"``); ``proc_mesh``, ``host_mesh``, ``startup_timeout``
+            (``"monarch"``); none for ``"thread"``.
 
     Raises:
         ValueError, TypeError: an argument cannot work; names it and what to give instead.
+        ImportError: the backend needs a package that is missing; has the command to install it.
     """
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        transport: InferenceTransport | TransportConfig | str | None = "auto",
-        *,
-        max_batch_size: int | None = None,
-        min_batch_size: int | None = None,
-        timeout: float | None = None,
-        static_batch_size: int | None = None,
-        in_keys: Sequence[Key] | None = None,
-        out_keys: Sequence[Key] | None = None,
-        collate_fn: Callable[[list[TensorDictBase]], TensorDictBase] | None = None,
-        policy_device: torch.device | str | int | None = None,
-        output_device: torch.device | str | int | None = None,
-        policy_version: int = 0,
-        policy_version_key: Key | None = "policy_version",
-        share_weights: bool = False,
-        request_spec: Any = None,
-        response_spec: Any = None,
-        transport_options: Mapping[str, Any] | None = None,
-        server_config: InferenceServerConfig | None = None,
-        device_config: InferenceDeviceConfig | None = None,
-    ) -> None:
-        self.config = merged_config(
-            server_config,
-            max_batch_size=max_batch_size,
-            min_batch_size=min_batch_size,
-            timeout=timeout,
-            static_batch_size=static_batch_size,
-        )
-        devices = merged_devices(
-            device_config, policy_device=policy_device, output_device=output_device
-        )
-        self._policy = ServedPolicy(
-            model,
-            in_keys=in_keys,
-            out_keys=out_keys,
-            share_weights=share_weights,
-            device=devices.server_policy_device(),
-            version=policy_version,
-        )
-        asked = isinstance(transport, str | TransportConfig | None)
-        self.transport_config = None
-        if asked:
-            self.transport_config = as_transport_config(transport).with_options(transport_options)  # type: ignore[arg-type]
-        self.transport: InferenceTransport = make_inference_transport(
-            self.transport_config if asked else transport,
-            policy_backend="threading",
-            request_spec=request_spec,
-            response_spec=response_spec,
-            transport_options=None if asked else transport_options,
-        )
-        try:
-            self._policy.device_pass = device_pass(
-                self.transport, self._policy.device, devices.server_output_device()
-            )
-        except ValueError:
-            if asked:
-                self.transport.close()
-            raise
-        self.policy_version_key = as_key(policy_version_key)
-        self._collate = collate_fn
-        self._request_spec = request_spec
-        self._stats = StatsRecorder(self.config.stats_window)
-        self._batcher: Batcher | None = None
-        self._closed = False
-        if isinstance(self.transport, ServedTransport):
-            self.transport.policy_version_key = self.policy_version_key
-        self._finalizer = weakref.finalize(self, _stop, None, self.transport)
+    service_backend: ClassVar[str]
+    config: InferenceServerConfig
+    transport: InferenceTransport
+    transport_config: TransportConfig | None
+    _closed: bool
+
+    if TYPE_CHECKING:  # for readers of types: mypy refuses calls of a class that is abstract
+
+        @overload
+        def __new__(
+            cls,
+            model: Callable[..., Any],
+            transport: _Transport = ...,
+            *,
+            service_backend: Literal["thread"] = ...,
+            service_backend_options: None = ...,
+            **arguments: Unpack[ThreadArguments],
+        ) -> ThreadInferenceServer: ...
+        @overload
+        def __new__(
+            cls,
+            policy_factory: Callable[[], Any],
+            transport: _Transport = ...,
+            *,
+            service_backend: Literal["process"],
+            service_backend_options: Mapping[str, Any] | None = ...,
+            **arguments: Unpack[ServerArguments],
+        ) -> ProcessInferenceServer: ...
+        @overload
+        def __new__(
+            cls,
+            policy_factory: Callable[[], Any],
+            transport: _Transport = ...,
+            *,
+            service_backend: Literal["ray"],
+            service_backend_options: Mapping[str, Any] | None = ...,
+            **arguments: Unpack[ServerArguments],
+        ) -> RayInferenceServer: ...
+        @overload
+        def __new__(
+            cls,
+            policy_factory: Callable[[], Any],
+            transport: _Transport = ...,
+            *,
+            service_backend: Literal["monarch"],
+            service_backend_options: Mapping[str, Any] | None = ...,
+            **arguments: Unpack[ServerArguments],
+        ) -> MonarchInferenceServer: ...
+        @overload
+        def __new__(
+            cls,
+            model_or_factory: Callable[..., Any],
+            transport: _Transport = ...,
+            *,
+            service_backend: ServiceBackend,
+            service_backend_options: Mapping[str, Any] | None = ...,
+            **arguments: Unpack[ServerArguments],
+        ) -> InferenceServer: ...
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
+
+        @property
+        def is_alive(self) -> bool:
+            """Whether the server serves, as far as is known here."""
+
+        @property
+        def policy_version(self) -> int:
+            """Of the weights that serve now."""
+
+        @property
+        def _was_started(self) -> bool: ...
+
+        def start(self) -> Self:
+            """Begin to serve; returns the server."""
+
+        def shutdown(self, timeout: float = 5.0) -> None:
+            """Stop; ``timeout`` seconds for the batch in hand. Idempotent."""
+
+        def update_policy_weights_(self, weights: Any, *, version: int | None = None) -> int:
+            """Replace parameters and buffers between two batches; returns their version."""
+
+        def prepare(
+            self, request_spec: Any = None, *, interaction_type: InteractionType | None = None
+        ) -> Self:
+            """Let a compiled policy compile before the first client asks; returns the server."""
+
+        def stats(self, reset: bool = False) -> ServerStats:
+            """What has been served; ``reset=True`` begins anew."""
+
+        def health(self) -> ServerHealth:
+            """How the server is, whatever has happened to it."""
 
     @property
     def transport_kind(self) -> str:
         """The kind of the transport, ``"custom"`` for a class that meshinfer does not know."""
         return inference_transport_kind(self.transport)
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the serving thread runs."""
-        return self._batcher is not None and self._batcher.is_alive
-
-    @property
-    def policy_version(self) -> int:
-        """Of the weights that serve now."""
-        return self._policy.version
-
-    def start(self) -> InferenceServer:
-        """Begin to serve, in a thread; returns the server.
-
-        Raises:
-            RuntimeError: it was started before.
-            ClosedError: it was shut down.
-        """
-        self._check_open()
-        if self._batcher is not None:
-            raise RuntimeError("the server was started already")
-        self._batcher = self._make_batcher()
-        self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _stop, self._batcher, self.transport)
-        self._batcher.start()
-        return self
-
-    def serve(self, num_clients: int | None = None, timeout: float | None = None) -> None:
-        """Serve until every client has come and left; starts the server if need be.
-
-        Args:
-            num_clients: how many clients must have come. By default the ranks that the mesh assigned to this server,
-                or at least one client.
-            timeout: seconds; ``None`` for no limit.
-
-        Raises:
-            TimeoutError: clients were still there after ``timeout`` seconds. The server goes on.
-            TypeError: the transport does not know its clients.
-            RuntimeError: the transport failed under the serving thread.
-        """
-        if timeout is not None:
-            as_seconds("timeout", timeout, zero=True)
-        if num_clients is not None:
-            as_count("num_clients", num_clients)
-        if self._batcher is None:
-            self.start()
-        wait = getattr(self.transport, "wait_until_left", None)
-        if wait is None:
-            raise TypeError(
-                f"{type(self.transport).__name__} does not know when its clients leave; use start()"
-            )
-        if not wait(num_clients, timeout):
-            raise TimeoutError(
-                f"clients were still connected, or had not come yet, after {timeout:g} s"
-            )
-        if self._batcher is not None and self._batcher.failure is not None:
-            raise RuntimeError("the serving thread failed") from self._batcher.failure
-
-    def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop: waiting requests and later ones raise :class:`~meshinfer.errors.ServerClosedError`. Idempotent.
-
-        The batch that is being computed is answered. The transport is closed too, since nobody would answer.
-
-        Args:
-            timeout: seconds for that batch.
-
-        Raises:
-            TimeoutError: the policy was still computing. Clients have been told all the same.
-        """
-        as_seconds("timeout", timeout, zero=True)
-        if self._closed:
-            return
-        self._closed = True
-        self._finalizer.detach()
-        stopped = _stop(self._batcher, self.transport, timeout)
-        if not stopped:
-            raise TimeoutError(
-                f"the policy was still computing {timeout:g} s after shutdown() was called"
-            )
-
     def client(self) -> InferenceClient:
-        """A new client of the transport."""
+        """A new client of the transport, before or after the start."""
         self._check_open()
         return self.transport.client()
 
@@ -233,119 +172,28 @@ class InferenceServer:
         as_count("count", count)
         return [self.client() for _ in range(count)]
 
-    def prepare(
-        self, request_spec: Any = None, *, interaction_type: InteractionType | None = None
-    ) -> InferenceServer:
-        """Let a compiled policy compile before the first client asks; returns the server.
+    def update_model_weights(self, weights: Any, version: int | None = None) -> int:
+        """As ``update_policy_weights_``, under another name."""
+        return self.update_policy_weights_(weights, version=version)
 
-        The policy computes a static batch of one request a few times, for nobody: neither clients nor statistics see
-        it. Once for each exploration mode that clients will ask for. Best before :meth:`start`: CUDA graphs belong to
-        the thread that captures them, so the serving thread begins with the same. Requests that arrive meanwhile wait.
-
-        Args:
-            request_spec: one request, or a spec, for zeros; by default what this server or its transport was made with.
-            interaction_type: what a client has set.
-
-        Raises:
-            ValueError: without ``static_batch_size`` (each number of requests may compile anew), or without a spec.
-            Exception: what the policy raised.
-        """
-        self._check_open()
-        size = self.config.static_batch_size
-        if size is None:
-            raise ValueError("prepare() needs static_batch_size=, the one size to prepare for")
-        layout = getattr(self.transport, "request_layout", None)
-        batch = example_batch((request_spec, self._request_spec, layout), size, self._collate)
-        with self._turn():
-            self._policy.warm_up(batch, encode_interaction(interaction_type))
-        return self
-
-    def update_model(self, change: Callable[[Any], object], *, version: int | None = None) -> int:
-        """Change the served model between two batches.
-
-        Args:
-            change: called with the model, under ``torch.no_grad()``; for example ``lambda m: m.load_state_dict(new)``.
-            version: of the weights afterwards; by default one more than before.
-
-        Returns:
-            The new version. Every later reply is computed with, and stamped with, the new weights.
-        """
-        with self._turn():
-            return self._policy.update(change, version)
-
-    def update_policy_weights_(self, weights: Any, *, version: int | None = None) -> int:
-        """Copy new weights into the served model between two batches: parameters and buffers, all or none.
-
-        Args:
-            weights: a module, its state dict, or a TensorDict as ``TensorDict.from_module`` makes it; on any device, of
-                any dtype, of a compiled module or not.
-            version: of the weights afterwards; by default one more than before.
-
-        Returns:
-            The new version. Every later reply is computed with, and stamped with, the new weights.
-
-        Raises:
-            ValueError: a name is missing or unknown, or a shape differs; nothing has changed.
-            TypeError: ``weights`` is none of these, or the served model is no ``nn.Module``.
-        """
-        with self._turn():
-            return self._policy.load(weights, version)
-
-    def stats(self, reset: bool = False) -> ServerStats:
-        """What has been served; ``reset=True`` begins anew."""
-        clients = int(getattr(self.transport, "num_clients", 0))
-        return self._stats.snapshot(
-            clients=clients, policy_version=self._policy.version, reset=reset
-        )
-
-    def __enter__(self) -> InferenceServer:
-        if self._batcher is None:
-            self.start()
+    def __enter__(self) -> Self:
+        if not self._was_started:
+            try:
+                self.start()
+            except BaseException:
+                self.shutdown()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "serving" if self.is_alive else "not started"
-        return f"InferenceServer({self.transport!r}, policy_version={self.policy_version}, {state})"
-
-    def _make_batcher(self) -> Batcher:
-        return Batcher(
-            self.transport,
-            self._make_source(),
-            self._policy,
-            self.config,
-            self._stats,
-            stamp=self.policy_version_key is not None,
-            inline=self._serves_inline(),
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} stays in the process that made it; send its clients to others"
+            " (server.client())"
         )
-
-    def _make_source(self) -> Source:
-        size = self.config.static_batch_size
-        if self._collate is None and isinstance(self.transport, BatchedTransport):
-            pinned = getattr(self._policy.device, "type", None) == "cuda"
-            static = None if size is None else StaticBatch(size, pinned=pinned)
-            return RowSource(self.transport, self.config.max_batch_size, static)
-        return ItemSource(self.transport, self._collate, self.policy_version_key, size)
-
-    def _turn(self) -> AbstractContextManager[object]:
-        """The right to use the model: between batches, or before there are any."""
-        return self._policy.turn if self._batcher is None else self._batcher.turn()
-
-    def _serves_inline(self) -> bool:
-        if self.config.inline is not None:
-            return self.config.inline
-        on_cpu = self._policy.device is None or self._policy.device.type == "cpu"
-        return on_cpu and self.config.min_batch_size == 1 and torch.get_num_threads() == 1
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this server was shut down; make a new one")
-
-
-def _stop(batcher: Batcher | None, transport: InferenceTransport, timeout: float = 5.0) -> bool:
-    """Stop without the server, also when it is collected or the interpreter exits."""
-    stopped = batcher is None or batcher.stop(timeout)
-    transport.close()
-    return stopped

@@ -16,16 +16,18 @@ from torch.distributed import TCPStore
 
 from meshinfer.errors import ServerClosedError
 from meshinfer.inference.distributed import DistributedTransport
+from meshinfer.inference.nodes import node_address
 from meshinfer.inference.protocol import InferenceTransport
-from meshinfer.inference.resolver import make_inference_transport
+from meshinfer.inference.resolver import kinds_for, make_inference_transport
 from meshinfer.rendezvous import (
+    INTERFACE_VARIABLE,
     SECRET_VARIABLE,
     Directory,
     PrivateStore,
     choose_address,
     resolve,
 )
-from meshinfer.transport import INFERENCE_TRANSPORTS, TransportConfig, as_transport_config, listed
+from meshinfer.transport import PolicyBackend, TransportConfig, as_transport_config, listed
 
 __all__ = ["SplitTransport", "split_transport"]
 
@@ -37,14 +39,15 @@ _SERVER_ONLY = ("host", "port")
 class _OwnersDirectory(Directory):
     """Hosted by who starts the servers, before there is any client: where nobody listens, there will be no server."""
 
-    def _connect(self, timeout: float) -> TCPStore:
+    def connect(self, timeout: float) -> TCPStore:
+        """As there; :class:`~meshinfer.errors.ServerClosedError` where nobody listens."""
         try:
             socket.create_connection((self.host, self.port), timeout).close()
         except ConnectionRefusedError as error:
             raise ServerClosedError(
                 "the server was shut down, or the process that started it has ended"
             ) from error
-        return super()._connect(timeout)
+        return super().connect(timeout)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class SplitTransport:
     Args:
         clients: the side of this process, which makes clients.
         config: what was asked for, ``None`` for a ready instance.
-        server_opener: called before each start of a server process: a picklable function that opens its side there.
+        server_opener: called before each start of a server: a picklable function that opens its side there.
         store: where the two sides find each other, if they need that.
     """
 
@@ -73,12 +76,13 @@ class SplitTransport:
 def split_transport(
     transport: InferenceTransport | TransportConfig | str | None,
     *,
+    policy_backend: PolicyBackend,
     num_slots: int | None,
     request_spec: TensorDictBase | None,
     response_spec: TensorDictBase | None,
     transport_options: Mapping[str, Any] | None,
 ) -> SplitTransport:
-    """The transport of a server process.
+    """The transport of a server that lives elsewhere.
 
     Arguments as in :func:`~meshinfer.inference.resolver.make_inference_transport`.
 
@@ -91,15 +95,15 @@ def split_transport(
         config = as_transport_config(transport).with_options(transport_options)  # type: ignore[arg-type]
     facts = {"request_spec": request_spec, "response_spec": response_spec, "num_slots": num_slots}
     if config is not None and config.kind == "distributed":
-        return _split_distributed(config, facts)
-    if isinstance(transport, DistributedTransport):
+        return _split_distributed(config, policy_backend, facts)
+    if isinstance(transport, DistributedTransport) and not hasattr(transport, "serve_elsewhere"):
         raise ValueError(
             "a ready DistributedTransport has its server in the process that made it; give"
             " transport='distributed', the specs and transport_options= instead"
         )
     made = make_inference_transport(
         transport if config is None else config,
-        policy_backend="multiprocessing",
+        policy_backend=policy_backend,
         transport_options=transport_options if config is None else None,
         **facts,  # type: ignore[arg-type]
     )
@@ -107,17 +111,14 @@ def split_transport(
     if opener is None:
         raise TypeError(
             f"{type(made).__name__} cannot be served from another process; give one of the kinds"
-            f" {listed(_kinds())}, or a transport that has serve_elsewhere()"
+            f" {listed(kinds_for(policy_backend))}, or a transport that has serve_elsewhere()"
         )
     return SplitTransport(made, config, opener)
 
 
-def _kinds() -> list[str]:
-    rows = INFERENCE_TRANSPORTS
-    return sorted({row.kind for row in rows if "multiprocessing" in row.policy_backends})
-
-
-def _split_distributed(config: TransportConfig, facts: dict[str, Any]) -> SplitTransport:
+def _split_distributed(
+    config: TransportConfig, policy_backend: PolicyBackend, facts: dict[str, Any]
+) -> SplitTransport:
     """The server publishes where it is in a store of ours, so that clients find the next one too."""
     options = config.options
     if taken := [name for name in _OURS if name in options]:
@@ -125,13 +126,13 @@ def _split_distributed(config: TransportConfig, facts: dict[str, Any]) -> SplitT
     secret = options.get("secret")
     if secret is None:
         secret = os.environ.get(SECRET_VARIABLE, secrets.token_hex(32))
-    store = PrivateStore(_listening_address(options))
+    store = PrivateStore(_listening_address(options, policy_backend))
     directory = _OwnersDirectory(store.host, store.port, "meshinfer")
     shared = {"directory": directory, "secret": secret}
     try:
         clients = make_inference_transport(
             TransportConfig("distributed", _without(options, "secret", *_SERVER_ONLY)),
-            policy_backend="multiprocessing",
+            policy_backend=policy_backend,
             transport_options={**shared, "role": "client"},
             **facts,
         )
@@ -150,12 +151,18 @@ def _open_distributed(arguments: bytes) -> DistributedTransport:
     return DistributedTransport(**pickle.loads(arguments))
 
 
-def _listening_address(options: Mapping[str, Any]) -> str:
+def _listening_address(options: Mapping[str, Any], policy_backend: PolicyBackend) -> str:
+    """Of the store: by ``interface``, else where the server and its clients reach this node.
+
+    The server listens at the address by which it reaches the store.
+    """
     interface, host = options.get("interface"), options.get("host")
-    return choose_address(
-        resolve(host) if interface is None and host is not None else interface,
-        spans_hosts=bool(options.get("spans_hosts", False)),
-    )
+    spans_hosts = bool(options.get("spans_hosts", False))
+    if interface is None and host is not None and policy_backend == "multiprocessing":
+        interface = resolve(host)
+    if interface is None and not os.environ.get(INTERFACE_VARIABLE):
+        interface = node_address(policy_backend)
+    return choose_address(interface, spans_hosts=spans_hosts)
 
 
 def _without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
