@@ -1,0 +1,211 @@
+"""Ranks of a monarch mesh that die, programs that go on, and meshes that are closed at a bad moment."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+from failure_scripts import ROOT, Ending, Program, environment
+from support import wait_until
+
+from meshinfer import MeshError
+from meshinfer.mesh.monarch import MonarchMesh, RankFailure
+from meshinfer.mesh.monarch.wiring import ServerPlace, open_posted
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 60.0
+GOAL = 15.0
+BANNER = "Monarch internal logs are being written"
+SCRIPTS = str(ROOT / "tests" / "monarch_mesh_scripts.py")
+
+
+@pytest.fixture
+def roles(monarch: None) -> ModuleType:
+    import monarch_mesh_roles
+
+    return monarch_mesh_roles
+
+
+def test_ranks_that_die_are_reported_and_replaced(roles: ModuleType, tmp_path: Path) -> None:
+    heard: list[RankFailure] = []
+
+    def replace(failure: RankFailure) -> None:
+        heard.append(failure)
+        if failure.group == "env" and failure.actor is None:
+            mesh.respawn(failure.group, failure.rank)
+
+    specs = {"request_spec": roles.request(0.0), "response_spec": roles.response()}
+    with MonarchMesh(groups={"server": 1, "env": 2}, on_failure=replace) as mesh:
+        gloo = mesh.serve(roles.Scale, "distributed", name="gloo", **specs)
+        messages = mesh.serve(roles.Scale, "monarch", name="messages")
+        envs = mesh.spawn("env", "envs", roles.Env, gloo, messages)
+        others = mesh.spawn("env", "others", roles.Env, gloo, messages)
+
+        def ask(rank: int) -> list[float]:
+            asked = [envs[rank].ask.call_one(4.0, which) for which in (0, 1)]
+            return [future.get(timeout=SECONDS)[0] for future in asked]
+
+        assert ask(0) == ask(1) == [8.0, 8.0]
+
+        # An env rank
+        dead = mesh.pids("env")[1]
+        os.kill(dead, signal.SIGKILL)
+        failure = mesh.next_failure(SECONDS)
+        assert (failure.group, failure.rank, failure.pid) == ("env", 1, dead)
+        assert failure.actor is None
+        assert "sig=9" in failure.cause or "has ended" in failure.cause
+        assert wait_until(lambda: heard == mesh.failures == [failure], SECONDS)
+        assert ask(0) == [8.0, 8.0]
+        assert wait_until(lambda: mesh.pids("env")[1] != dead, SECONDS)
+        assert ask(1) == [8.0, 8.0]
+
+        # The server's rank, under both transports
+        waiting = [
+            actors[0].ask_until_error.call_one(which, str(tmp_path / f"{which}"))
+            for which, actors in enumerate((envs, others))
+        ]
+        assert wait_until(lambda: len(list(tmp_path.glob("*.asking"))) == 2, SECONDS)
+        began = time.monotonic()
+        os.kill(mesh.pids("server")[0], signal.SIGKILL)
+        assert [future.get(timeout=SECONDS) for future in waiting] == ["PeerLostError"] * 2
+        assert time.monotonic() - began < GOAL
+        assert mesh.next_failure(SECONDS).group == "server"
+        assert not gloo.is_alive
+        assert not messages.is_alive
+        (health,) = gloo.health()
+        assert "died" in str(health.error) or "ended" in str(health.error)
+        gloo.start()  # the process is replaced, and serves whatever it served
+        assert messages.is_alive
+        assert ask(0) == ask(1) == [8.0, 8.0]
+
+        # An actor, but not its process
+        failing = others[1].fail.call_one()
+        with pytest.raises(Exception, match="SystemExit"):
+            failing.get(timeout=SECONDS)
+        failure = mesh.next_failure(SECONDS)
+        assert (failure.group, failure.rank, failure.actor) == ("env", 1, "others")
+        assert ask(1) == [8.0, 8.0]
+
+        # The end comes while ranks ask
+        for which, actors in enumerate((envs, others)):
+            actors[0].ask_until_error.call_one(which, str(tmp_path / f"end{which}"))
+        assert wait_until(lambda: len(list(tmp_path.glob("end*.asking"))) == 2, SECONDS)
+    for which in (0, 1):
+        assert (tmp_path / f"end{which}").read_text() == "ServerClosedError"
+
+
+@contextmanager
+def script(name: str, *arguments: str) -> Iterator[Program]:
+    variables = environment()
+    program = Program(["-W", "error", SCRIPTS, name, *arguments], variables, cold=True)
+    try:
+        yield program
+    finally:
+        program.close()
+
+
+def complaints(ending: Ending) -> list[str]:
+    return [line for line in ending.complaints() if BANNER not in line]
+
+
+def test_a_program_survives_its_ranks(tmp_path: Path) -> None:
+    """Dead ranks, a fault of somebody else's that its own hook takes, and late faults after the end."""
+    with script("survive", str(tmp_path)) as program:
+        ending = program.ending(120.0)
+    assert ending.code == 0, ending.stderr
+    said = [line.strip() for line in program.lines]
+    assert said == ["lost env 1", "lost server 0", "hook: elsewhere", "closed", "survived"]
+    assert complaints(ending) == []
+
+
+def test_ctrl_c_ends_every_rank() -> None:
+    with script("wait") as program:
+        (pids,) = program.hear("pids ", timeout=120.0)
+        ranks = [psutil.Process(int(pid)) for pid in pids.split()]
+        began = time.monotonic()
+        program.signal_group(signal.SIGINT)
+        ending = program.ending(60.0)
+        assert ending.code in (1, 130, -signal.SIGINT), ending.stderr
+        assert wait_until(lambda: not any(rank.is_running() for rank in ranks), GOAL)
+        assert time.monotonic() - began < 2 * GOAL
+        assert "terminate called" not in ending.stderr
+        assert "panicked" not in ending.stderr
+
+
+def test_two_hosts(tmp_path: Path) -> None:
+    """Each a process of launch/monarch/host.py, which ends with the controller."""
+    hosts = [lent_host(), lent_host()]
+    try:
+        addresses = [host.hear("monarch host ", timeout=120.0)[0] for host in hosts]
+        with script("two_hosts", *addresses) as program:
+            ending = program.ending(180.0)
+        assert ending.code == 0, ending.stderr
+        said = [line.strip() for line in program.lines]
+        assert said[0] == "assignment [0, 1]"
+        assert sorted(said[1:3]) == ["0 160 steps", "1 160 steps"]
+        assert said[3] == "requests [20, 20]"
+        assert complaints(ending) == []
+        assert [host.ending(30.0).code for host in hosts] == [0, 0]
+    finally:
+        for host in hosts:
+            host.close()
+
+
+def lent_host() -> Program:
+    command = [str(ROOT / "launch" / "monarch" / "host.py"), "127.0.0.1"]
+    return Program(command, environment(), cold=True)
+
+
+def test_a_server_that_other_hosts_cannot_reach(roles: ModuleType) -> None:
+    options: dict[str, Any] = {
+        "request_spec": roles.request(0.0),
+        "response_spec": roles.response(),
+    }
+    place = ServerPlace("node7", "127.0.0.1", spans_hosts=True, expected_ranks=())
+    with pytest.raises(MeshError, match=r"node7.*loopback address 127.0.0.1.*interface="):
+        open_posted(pickle.dumps(options), None, place)
+
+
+# --- What is there to copy, and scripts as they are -----------------------------------------------
+
+
+def test_this_host() -> None:
+    pytest.importorskip("gymnasium")
+    command = ["-W", "error", str(ROOT / "launch" / "monarch" / "this_host.py"), "20"]
+    program = Program(command, environment(), cold=True)
+    try:
+        ending = program.ending(120.0)
+    finally:
+        program.close()
+    assert ending.code == 0, ending.stderr
+    assert complaints(ending) == []
+    said = "".join(program.lines)
+    for rank in range(3):
+        assert f"env {rank} on " in said
+    assert said.count("160 steps") == 3
+    assert "server 0 served 60 requests" in said
+
+
+def test_a_script_of_ranks_under_monarch_under_torchrun() -> None:
+    """What torchrun tells the controller is not true of the ranks that monarch starts."""
+    pytest.importorskip("gymnasium")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    program = Program([*torchrun, SCRIPTS, "spmd"], environment(), cold=True)
+    try:
+        ending = program.ending(120.0)
+    finally:
+        program.close()
+    assert ending.code == 0, ending.stderr
+    said = "".join(program.lines)
+    assert "rank 0 served 20 requests" in said
+    assert "rank 1: 160 steps" in said
