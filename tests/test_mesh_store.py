@@ -101,7 +101,7 @@ def test_a_transport_keeps_the_store_of_a_mesh_that_was_dropped(
         assert ask(client, 1) == [3.0] * 5
     del transport
     gc.collect()
-    assert listening() <= before
+    assert wait_until(lambda: listening() <= before, 10.0)
 
 
 @pytest.mark.usefixtures("by_hand")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -184,3 +185,16 @@ def test_own_group_at_a_port_of_its_own(
     assert seen["rank0"]["launcher"] == seen["rank1"]["launcher"] == "slurm"
     assert seen["rank0"]["sum"] == seen["rank1"]["sum"] == 1.0
     assert seen["rank1"]["said"] == seen["rank1"]["again"] == [100.0] * 5
+
+
+def test_the_doctor_says_that_a_job_would_work(
+    slurm: Slurm, warm: dict[str, str], tmp_path: Path
+) -> None:
+    script = tmp_path / "doctor.sh"
+    command = "srun --output=doctor_%t.json python -m meshinfer doctor --json --timeout 30"
+    script.write_text(f"#!/bin/sh\n{command}\n")
+    completed(slurm.submit(tmp_path, *TWO_RANKS, str(script), variables=warm))
+    reports = [json.loads((tmp_path / f"doctor_{rank}.json").read_text()) for rank in (0, 1)]
+    for rank, report in enumerate(reports):
+        assert (report["rank"], report["world_size"]) == (rank, 2)
+        assert (report["launcher"], report["exit_code"]) == ("slurm", 0), report

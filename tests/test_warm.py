@@ -15,12 +15,15 @@ from warm import VARIABLE, address, python_command
 
 SECONDS = 20.0
 
+IMPORT_TABULATE = "import contextlib\nwith contextlib.suppress(ImportError):\n    import tabulate"
+
 ENDINGS = {
     "returns": ("print(__name__, os.path.basename(__file__), sys.argv[1:])", 0),
     "exits": ("sys.exit(3)", 3),
     "leaves": ("os._exit(7)", 7),
     "raises": ("raise KeyError('at top level')", 1),
-    "is interrupted": ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+    # torch imports tabulate at the exit where that is installed, and Python then forgets the interrupt
+    "is interrupted": (f"{IMPORT_TABULATE}\nos.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
     "aborts": ("os.abort()", -signal.SIGABRT),
     "waits for a thread": ("threading.Timer(0.1, print, ['later']).start()", 0),
     "is finalized": ("atexit.register(print, 'at exit')\nkept = Noisy()", 0),
