@@ -2,6 +2,7 @@
 # Programs are called as modules: the scripts of an environment break when its path has a space.
 PYTHON ?= python3
 RANKS ?= 4
+WORKERS ?= 2
 PYTEST_ARGS ?=
 
 PY := .venv/bin/python
@@ -18,7 +19,7 @@ demo: .venv/.installed-examples ## set up, then serve CartPole from one rank to 
 		examples/serve_cartpole.py
 
 test: lint ## set up, then lint, check types and run the tests
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: .venv/.installed-dev ## set up, then lint and check types
 	$(PY) -m ruff check .
