@@ -21,8 +21,8 @@ __all__ = ["Fault", "watch_faults"]
 
 logger = logging.getLogger("meshinfer.monarch")
 
-_SETTLING_SECONDS = 5.0
-"""A dead process is reported once for each mesh on it, all within a moment."""
+_SETTLING_SECONDS = 30.0
+"""A dead process is reported once for each mesh on it: within a moment, or ten seconds apart on a busy machine."""
 
 _INFRASTRUCTURE = ("logger-", "setup-")
 """monarch's own actors in every process: their names do not tell whose process it is."""

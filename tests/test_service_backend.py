@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ from meshinfer import (
 from meshinfer.server.remote import RemoteInferenceServer
 from meshinfer.server.signature import ServerArguments, ThreadArguments
 
+logger = logging.getLogger(__name__)
+
 HERE = ("thread", "process", "monarch")
 """What needs no cluster."""
 
@@ -37,6 +40,14 @@ HERE = ("thread", "process", "monarch")
 def _modules() -> Iterator[None]:
     with modules_found():
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _faults() -> None:
+    """Of the processes that tests kill: monarch may tell of them when the test is long over, and ends pytest then."""
+    import monarch.actor
+
+    monarch.actor.unhandled_fault_hook = lambda failure: logger.debug("%s", failure.report())
 
 
 @pytest.fixture(scope="module", params=HERE)

@@ -191,7 +191,7 @@ def test_the_doctor_says_that_a_job_would_work(
     slurm: Slurm, warm: dict[str, str], tmp_path: Path
 ) -> None:
     script = tmp_path / "doctor.sh"
-    command = "srun --output=doctor_%t.json python -m meshinfer doctor --json --timeout 30"
+    command = "srun --output=doctor_%t.json --error=doctor_%t.err python -m meshinfer doctor --json --timeout 30"
     script.write_text(f"#!/bin/sh\n{command}\n")
     completed(slurm.submit(tmp_path, *TWO_RANKS, str(script), variables=warm))
     reports = [json.loads((tmp_path / f"doctor_{rank}.json").read_text()) for rank in (0, 1)]

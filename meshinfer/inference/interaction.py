@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from tensordict.nn.probabilistic import InteractionType, interaction_type
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any
 
-__all__ = ["UNSET", "current_interaction", "decode_interaction", "encode_interaction"]
+from tensordict.nn.probabilistic import (
+    InteractionType,
+    interaction_type,
+    set_interaction_type,
+)
+
+__all__ = [
+    "UNSET",
+    "computing_under",
+    "current_interaction",
+    "decode_interaction",
+    "encode_interaction",
+]
 
 UNSET = 0
 """The client asked for nothing: the server's own mode applies."""
@@ -12,6 +26,18 @@ UNSET = 0
 # Numbered by hand: the order of TensorDict's enumeration is not part of its interface, these numbers are of our wire.
 _CODES = {"MODE": 1, "MEDIAN": 2, "MEAN": 3, "RANDOM": 4, "DETERMINISTIC": 5}
 _TYPES = {code: getattr(InteractionType, name) for name, code in _CODES.items()}
+
+_ALONE: dict[str, Any] = (
+    {"thread_local": True}
+    if "thread_local" in inspect.signature(set_interaction_type).parameters
+    else {}
+)
+"""Before 0.15 tensordict has one mode for all threads of a process, and what one sets another may put back."""
+
+
+def computing_under(kind: InteractionType) -> AbstractContextManager[Any]:
+    """Set the interaction type, in this thread alone: clients in other threads read theirs meanwhile."""
+    return set_interaction_type(kind, **_ALONE)  # type: ignore[no-any-return]
 
 
 def current_interaction() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -22,6 +23,7 @@ _PROCESS_DIED = "the process this actor was running on failed"
 _STOP_SECONDS = 15.0
 _TELLING_SECONDS = 1.0
 """For monarch to say why a process has ended."""
+_LOOK_SECONDS = 5.0
 _JOIN_SECONDS = 1.0
 """After this the thread ends by itself, once monarch has noticed the death of a process that did not answer."""
 
@@ -127,11 +129,18 @@ class ServerActorLife(ActorLife):
         try:
             self._met(where.get())
             self._watch_process()
-            end.get()
+            self._await_end(end)
         except Exception as error:  # as in _get
             self._fail(error)
         self.bury("has ended")
         self._conclude("watch")
+
+    def _await_end(self, end: Any) -> None:
+        """Until monarch tells, or it is known otherwise: of a process that died monarch may tell late."""
+        while not self.ended:
+            with contextlib.suppress(TimeoutError):
+                end.get(timeout=_LOOK_SECONDS)
+                return
 
     def _fail(self, error: Exception) -> None:
         self.process_died = self.process_died or _PROCESS_DIED in str(error)

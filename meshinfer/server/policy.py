@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import set_interaction_type
 from torch import Tensor
 
-from meshinfer.inference.interaction import decode_interaction
+from meshinfer.inference.interaction import computing_under, decode_interaction
 from meshinfer.inference.version import Key
 from meshinfer.server.devices import DevicePass, check_available, device_of
 from meshinfer.server.weights import copy_weights
@@ -92,7 +91,7 @@ class ServedPolicy:
         if kind is None:
             result = self._call(batch)
         else:
-            with set_interaction_type(kind):
+            with computing_under(kind):
                 result = self._call(batch)
         if not isinstance(result, TensorDictBase):
             raise TypeError(
