@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -75,6 +76,7 @@ def forked(function: Callable[..., object], *args: Any) -> int:
         return pid
     code = 1
     try:
+        faulthandler.dump_traceback_later(SECONDS / 3)  # says where it hangs
         signal.alarm(int(SECONDS))  # ends what hangs, and the status says so
         function(*args)
         code = 0
