@@ -37,7 +37,7 @@ _ALONE: dict[str, Any] = (
 
 def computing_under(kind: InteractionType) -> AbstractContextManager[Any]:
     """Set the interaction type, in this thread alone: clients in other threads read theirs meanwhile."""
-    return set_interaction_type(kind, **_ALONE)  # type: ignore[no-any-return]
+    return set_interaction_type(kind, **_ALONE)
 
 
 def current_interaction() -> int:
