@@ -98,7 +98,7 @@ ROWS = (
         "distributed",
         "distributed",
         DistributedTransport,
-        (*PROCESSES, "threads-inline", "ray-actors", "monarch-actors"),
+        (*PROCESSES, "threads-inline", "ray-actors"),
     ),
     Row("ray", "ray", ray, ("ray-threads", "ray-actors"), lacks=("fixed_layout",)),
     Row(

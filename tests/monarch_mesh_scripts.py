@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from meshinfer.monarch_settings import apply_monarch_settings
 
@@ -16,7 +15,6 @@ apply_monarch_settings()
 import monarch.actor  # noqa: E402
 from monarch.actor import Actor, endpoint, shutdown_context, this_host  # noqa: E402
 
-from meshinfer import PerNode  # noqa: E402
 from meshinfer.mesh.monarch import MonarchMesh  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,25 +62,6 @@ def wait() -> None:
         time.sleep(300.0)
 
 
-def two_hosts(*addresses: str) -> None:
-    sys.path.insert(0, str(ROOT / "launch" / "monarch"))
-    import cartpole
-    import several_hosts
-
-    def run(hosts: Any, groups: dict[str, Any], **_: Any) -> None:
-        assert groups == {"server": 1, "env": PerNode(2)}
-        with MonarchMesh(hosts, {"server": PerNode(1), "env": PerNode(1)}) as mesh:
-            server = mesh.serve(cartpole.serve_cartpole.Policy, "distributed", **cartpole.specs(8))
-            print("assignment", [server.assignment["env", rank] for rank in (0, 1)], flush=True)
-            steppers = mesh.spawn("env", "stepper", cartpole.Stepper, server)
-            for rank, future in enumerate(steppers.call("step", 0, 8, 20)):
-                print(rank, future.get(timeout=SECONDS).split(",")[0], flush=True)
-            print("requests", [stats.requests for stats in server.stats()], flush=True)
-
-    cartpole.run = run
-    several_hosts.run(list(addresses))
-
-
 def spmd() -> None:
     from monarch.spmd import SPMDActor
 
@@ -96,6 +75,4 @@ def spmd() -> None:
 
 
 if __name__ == "__main__":
-    {"survive": survive, "wait": wait, "two_hosts": two_hosts, "spmd": spmd}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    {"survive": survive, "wait": wait, "spmd": spmd}[sys.argv[1]](*sys.argv[2:])

@@ -174,7 +174,10 @@ def test_the_promise_under_monarch(
 
 
 def test_every_transport_is_here() -> None:
-    """In threads, and where the compatibility table says so, in processes."""
+    """In threads, and where the compatibility table says so, in processes.
+
+    But for gloo between monarch's actors, which test_monarch_mesh.py has: their processes take long to start.
+    """
     for entry in INFERENCE_TRANSPORTS:
         factories = [row for row in ROWS if row.kind == entry.kind]
         for backend, place in (
@@ -183,7 +186,10 @@ def test_every_transport_is_here() -> None:
             ("ray", "ray-actors"),
             ("monarch", "monarch-actors"),
         ):
-            if backend in entry.policy_backends:
+            if backend in entry.policy_backends and (entry.kind, backend) != (
+                "distributed",
+                "monarch",
+            ):
                 places = [each for row in factories for each in row.places]
                 assert any(each.endswith(place) for each in places), (entry.class_name, place)
 

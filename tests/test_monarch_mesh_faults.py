@@ -142,30 +142,6 @@ def test_ctrl_c_ends_every_rank() -> None:
         assert "panicked" not in ending.stderr
 
 
-def test_two_hosts(tmp_path: Path) -> None:
-    """Each a process of launch/monarch/host.py, which ends with the controller."""
-    hosts = [lent_host(), lent_host()]
-    try:
-        addresses = [host.hear("monarch host ", timeout=120.0)[0] for host in hosts]
-        with script("two_hosts", *addresses) as program:
-            ending = program.ending(180.0)
-        assert ending.code == 0, ending.stderr
-        said = [line.strip() for line in program.lines]
-        assert said[0] == "assignment [0, 1]"
-        assert sorted(said[1:3]) == ["0 160 steps", "1 160 steps"]
-        assert said[3] == "requests [20, 20]"
-        assert complaints(ending) == []
-        assert [host.ending(30.0).code for host in hosts] == [0, 0]
-    finally:
-        for host in hosts:
-            host.close()
-
-
-def lent_host() -> Program:
-    command = [str(ROOT / "launch" / "monarch" / "host.py"), "127.0.0.1"]
-    return Program(command, environment(), cold=True)
-
-
 def test_a_server_that_other_hosts_cannot_reach(roles: ModuleType) -> None:
     options: dict[str, Any] = {
         "request_spec": roles.request(0.0),

@@ -278,5 +278,6 @@ class Joining:
             return bounded(lambda: self.store.queue_pop(queue), left)
         except (DistError, RuntimeError, TimeoutError) as error:
             raise TimeoutError(
-                f"waited {left:.1f} s for {awaited}; the last word was: {error}"
+                f"waited {left:.1f} s for {awaited} in the store at {self.store.host}:{self.store.port}; "
+                f"the last word was: {error}"
             ) from error
