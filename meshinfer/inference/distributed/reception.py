@@ -137,6 +137,7 @@ class Reception:
 
         Args:
             num_clients: how many clients must have joined; without it, every expected rank, or at least one client.
+            timeout: seconds.
 
         Raises:
             PeerLostError: an expected rank was lost, has not come back, and all others have left.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -21,6 +20,7 @@ from meshinfer.inference.monarch.session import MonarchSession
 from meshinfer.inference.queues.codec import Packer
 from meshinfer.inference.queues.forks import let_go_in_forks
 from meshinfer.inference.queues.session import Request
+from meshinfer.inference.queues.waiting import WaitingRoom
 from meshinfer.inference.queues.wire import BadFrameError, Frame, Kind
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _FORGOTTEN: Final = "the server took this client for lost, since nothing was hea
 _REPLACED: Final = "another process serves from now on"
 
 
-class MonarchHub:
+class MonarchHub(WaitingRoom):
     """Admits clients and collects their requests.
 
     It needs one port and one thread, whatever clients there are; replies leave from the threads of those who make
@@ -50,18 +50,14 @@ class MonarchHub:
     """
 
     def __init__(self, secret: bytes | None, actor: Any = None) -> None:
-        self.pending: deque[Request] = deque()
+        super().__init__()
         self.packer = Packer("reply")
         self.lost = 0
         self.forked_from = 0
         self._guide = Guide()
         self._sessions: dict[bytes, MonarchSession] = {}
         self._dead: deque[MonarchSession] = deque()
-        self._joins = 0
-        self._closing = False
         self._looked = time.monotonic()
-        self._work = threading.Event()
-        self._changed = threading.Condition()  # reentrant: the collector may close us anywhere
         self._registration: MonarchConnection | None = None
         key = secrets.token_bytes(32) if secret is None else secret
         self._door = Door(key, lambda address: self._inbox.outlet(address))
@@ -72,11 +68,6 @@ class MonarchHub:
     # For whoever serves.
 
     @property
-    def closed(self) -> bool:
-        """Whether it has ended, or is about to."""
-        return self._closing
-
-    @property
     def clients(self) -> int:
         """Clients connected now."""
         return len(self._sessions)
@@ -85,35 +76,6 @@ class MonarchHub:
     def actor(self) -> Any:
         """In whose name it listens."""
         return self._inbox.actor
-
-    def wake(self) -> None:
-        """Make :meth:`wait_for_work` return."""
-        self._work.set()
-
-    def wait_for_work(self, timeout: float | None) -> bool:
-        """Until a request is ready, the hub closes or is woken."""
-        if not self.pending and not self._closing:
-            self._work.wait(timeout)
-        self._work.clear()
-        return bool(self.pending)
-
-    def take(self, max_items: int) -> list[Request]:
-        """At most ``max_items`` waiting requests, oldest first; those of clients that have gone are dropped."""
-        found: list[Request] = []
-        with contextlib.suppress(IndexError):  # there are no more
-            while len(found) < max_items:
-                request = self.pending.popleft()
-                if not request.session.over:
-                    found.append(request)
-        return found
-
-    def wait_until_left(self, num_clients: int | None, timeout: float | None = None) -> bool:
-        """Until ``num_clients`` (at least one) have joined and all have left; ``False`` when ``timeout`` runs out."""
-        needed = 1 if num_clients is None else num_clients
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._closing or (not self._sessions and self._joins >= needed), timeout
-            )
 
     def register(self, home: MonarchAddress, deadline: float) -> None:
         """Serve for ``home``, which sends its clients here for as long as this hub is open.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -18,6 +17,7 @@ from meshinfer.inference.queues.door import Door
 from meshinfer.inference.queues.forks import let_go_in_forks
 from meshinfer.inference.queues.proof import make_hello
 from meshinfer.inference.queues.session import Request, Session
+from meshinfer.inference.queues.waiting import WaitingRoom
 from meshinfer.inference.queues.wire import STAGING_BYTES
 
 __all__ = ["Hub"]
@@ -28,7 +28,7 @@ _GOODBYE_SECONDS: Final = 2.0
 _STUCK_SECONDS: Final = 1.0
 
 
-class Hub:
+class Hub(WaitingRoom):
     """Admits clients and collects their requests.
 
     It needs one descriptor for each client, three of its own, and one thread, whatever clients there are. That thread
@@ -44,9 +44,9 @@ class Hub:
     """
 
     def __init__(self, address: Address) -> None:
+        super().__init__()
         self._door = Door(address)
         self.address = self._door.address
-        self.pending: deque[Request] = deque()
         self.packer = Packer("reply")
         self.staging = memoryview(bytearray(STAGING_BYTES))
         self.lost = 0
@@ -54,13 +54,9 @@ class Hub:
         self._sessions: dict[int, Session] = {}
         self._clients: set[Session] = set()
         self._calls: deque[Session] = deque()
-        self._joins = 0
         self._arrived = False
-        self._closing = False
         self._silently = False
         self._said_goodbye = False
-        self._work = threading.Event()
-        self._changed = threading.Condition()
         self._bell_lock = threading.RLock()  # the garbage collector may close us anywhere
         self._bell = -1
         try:
@@ -78,43 +74,9 @@ class Hub:
         self._thread.start()
 
     @property
-    def closed(self) -> bool:
-        """Whether it has ended, or is about to."""
-        return self._closing
-
-    @property
     def clients(self) -> int:
         """Clients connected now."""
         return len(self._clients)
-
-    def wake(self) -> None:
-        """Make :meth:`wait_for_work` return."""
-        self._work.set()
-
-    def wait_for_work(self, timeout: float | None) -> bool:
-        """Until a request is ready, the hub closes or is woken."""
-        if not self.pending and not self._closing:
-            self._work.wait(timeout)
-        self._work.clear()
-        return bool(self.pending)
-
-    def take(self, max_items: int) -> list[Request]:
-        """At most ``max_items`` waiting requests, oldest first; those of clients that have gone are dropped."""
-        found: list[Request] = []
-        with contextlib.suppress(IndexError):  # there are no more
-            while len(found) < max_items:
-                request = self.pending.popleft()
-                if not request.session.over:
-                    found.append(request)
-        return found
-
-    def wait_until_left(self, num_clients: int | None, timeout: float | None = None) -> bool:
-        """Until ``num_clients`` (at least one) have joined and all have left; ``False`` when ``timeout`` runs out."""
-        needed = 1 if num_clients is None else num_clients
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._closing or (not self._sessions and self._joins >= needed), timeout
-            )
 
     def attend(self, session: Session) -> None:
         """The thread has to look at what ``session`` waits for."""
