@@ -188,14 +188,14 @@ class Connection:
             logger.debug("a request did not leave: %s", str(error))
 
     def _say_goodbye(self, kind: Kind = Kind.BYE) -> None:
-        pair = self._pair
-        if pair is None:
-            return
         message = announcement(kind)
-        try:
-            self._goodbye = message, pair.send(message)  # kept until it has left
-        except RuntimeError as error:
-            logger.debug("no goodbye to the server: %s", str(error))
+        with self._lock:  # the receiving thread lets go of all that gloo holds when it ends
+            if self._pair is None:
+                return
+            try:
+                self._goodbye = message, self._pair.send(message)  # kept until it has left
+            except RuntimeError as error:
+                logger.debug("no goodbye to the server: %s", str(error))
 
     def _abort(self) -> None:
         pair = self._pair

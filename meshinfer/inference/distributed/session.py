@@ -186,6 +186,8 @@ class Session:
                 held.append(pair.send([following], TAG_ERROR))
         except RuntimeError as error:  # the session's own thread notices too, and ends it
             logger.debug("no reply to %s: %s", self.hello, str(error))
+        if self._pair is None:  # its thread has ended meanwhile, and nobody would clear this any more
+            self._let_go()
 
     def _run(self) -> None:
         try:
@@ -252,8 +254,11 @@ class Session:
 
     def _post_freed(self, pair: Pair) -> None:
         with self._posting:
-            while self._freed:
-                receiver = self._freed.popleft()
+            while True:
+                try:
+                    receiver = self._freed.popleft()
+                except IndexError:  # the session's thread may clear it at any time
+                    return
                 receiver.work = None
                 try:
                     receiver.work = pair.receive(receiver.frame.message)
