@@ -91,6 +91,23 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def endless() -> None:
+    """In a child: no deadline, since what it waits for takes as long as others need; its parent ends what hangs."""
+    faulthandler.cancel_dump_traceback_later()
+    faulthandler.enable()
+    signal.alarm(0)
+
+
+def ended_within(pid: int, timeout: float) -> int:
+    """As :func:`ended`; a child that is still there after ``timeout`` seconds says where, and is ended by SIGABRT."""
+    if not wait_until(lambda: os.waitid(os.P_PID, pid, GONE), timeout):
+        os.kill(pid, signal.SIGABRT)
+    return ended(pid)
+
+
+GONE = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
+
 # Roles of workers.
 
 

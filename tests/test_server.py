@@ -155,6 +155,17 @@ def test_a_partial_batch_is_made_at_the_timeout() -> None:
     assert gate.sizes == [2]
 
 
+def test_being_woken_ends_no_batch_early() -> None:
+    gate = Gate()
+    gate.opened.set()
+    with make(gate, min_batch_size=2, timeout=SECONDS) as server, server.client() as client:
+        first = client.submit(request(0.0))
+        wake: Callable[[], None] = server.transport.wake
+        assert not wait_until(lambda: wake() or first.done(), 0.3)
+        assert answered([first, client.submit(request(1.0))]) == [0.0, 2.0]
+    assert gate.sizes == [2]
+
+
 def test_fewer_clients_than_the_minimum_and_one_that_is_slow() -> None:
     """Whoever asks is answered within the timeout and a forward pass."""
 

@@ -18,6 +18,7 @@ from meshinfer.errors import (
     ServerClosedError,
     TransportError,
 )
+from meshinfer.inference.doorbell import Doorbell
 from meshinfer.inference.future import ReplyFuture
 
 __all__ = ["Exchange", "LocalRequest", "Member"]
@@ -61,7 +62,7 @@ class Member:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        self.in_flight: dict[ReplyFuture, LocalRequest] = {}
+        self.in_flight: dict[Any, LocalRequest] = {}
         self.closed = False
 
     def check_open(self) -> None:
@@ -82,9 +83,13 @@ class Member:
         self.in_flight[future] = request
         request.arrived = time.perf_counter()
         self.exchange.put(request)
-        if self.closed or self.exchange.closed:  # meanwhile: whoever did it may not have seen us
-            self._give_up_all()
+        self.look_again()
         return future
+
+    def look_again(self) -> None:
+        """After a request was left: whoever closed one of us meanwhile may not have seen it."""
+        if self.closed or self.exchange.closed:
+            self._give_up_all()
 
     def leave(self) -> None:
         """The client was closed, or collected: its requests are given up. Idempotent."""
@@ -138,10 +143,7 @@ class Exchange:
         self.closed = False
         self.pid = os.getpid()
         self._seats = seats
-        self._asleep = False
-        self._woken = False
-        self._bell = threading.Lock()  # held, except between a ring and the end of a sleep
-        self._bell.acquire()
+        self._doorbell = Doorbell(lambda: self.requests or self.closed)
         self._changed = threading.Condition()
         self._members: set[Member] = set()
         self._own = Member(self)  # of the transport itself: takes no seat, and nobody waits for it
@@ -180,8 +182,7 @@ class Exchange:
     def put(self, request: LocalRequest) -> None:
         """Leave a request; wakes the server if it sleeps."""
         self.requests.append(request)
-        if self._asleep:
-            self._ring()
+        self._doorbell.ring()
 
     def withdraw(self, request: LocalRequest) -> None:
         """Take a request back, unless the server has taken it."""
@@ -210,18 +211,12 @@ class Exchange:
 
     def wait(self, timeout: float | None) -> bool:
         """Until a request waits: whether one does. Ends early when woken or closed."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._has_reason():
-            self._asleep = True  # from now on whoever leaves a request rings
-            if self._has_reason() or not self._sleep(deadline):
-                break
-        self._asleep = self._woken = False
+        self._doorbell.wait(timeout)
         return bool(self.requests)
 
     def wake(self) -> None:
         """Make :meth:`wait` return."""
-        self._woken = True
-        self._ring()
+        self._doorbell.wake()
 
     def wait_until_left(self, num_clients: int | None, timeout: float | None) -> bool:
         """Until ``num_clients`` (one by default) have come and all have left, or it closes; ``False`` on time-out."""
@@ -242,17 +237,3 @@ class Exchange:
             self._changed.notify_all()
         for member in members:
             member.abandon(_server_closed)
-
-    def _has_reason(self) -> bool:
-        return bool(self.requests) or self._woken or self.closed
-
-    def _sleep(self, deadline: float | None) -> bool:
-        if deadline is None:
-            return self._bell.acquire()
-        return self._bell.acquire(timeout=max(deadline - time.monotonic(), 0.0))
-
-    def _ring(self) -> None:
-        try:
-            self._bell.release()
-        except RuntimeError:
-            return  # it has been rung already

@@ -127,14 +127,14 @@ class MonarchHub(WaitingRoom):
             if self._registration is not None:
                 self._registration.close()
             self.pending.clear()
-            self._work.set()
+            self._work.ring()
         self._inbox.close()
 
     def forked(self) -> None:
         """In a forked child: nothing here is ours, and nobody will release the locks."""
         self.forked_from = os.getppid()
         self._closing = True
-        self._changed, self._work = threading.Condition(), threading.Event()
+        self._changed, self._work = threading.Condition(), self._doorbell()
         for session in self._sessions.values():
             session.forked()
 
@@ -184,7 +184,7 @@ class MonarchHub(WaitingRoom):
             request = Request(cast("Session", session), frame, session.labels.structure(frame))
             if not self._closing:
                 self.pending.append(request)
-                self._work.set()
+                self._work.ring()
         elif frame.kind == Kind.LAYOUT:
             session.labels.learn(frame)
         elif frame.kind == Signal.PING:

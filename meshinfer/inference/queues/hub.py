@@ -115,14 +115,14 @@ class Hub(WaitingRoom):
                 session.say_goodbye()
         self._said_goodbye = True
         self.pending.clear()
-        self._work.set()
+        self._work.ring()
         self._ring()
 
     def forked(self) -> None:
         """In a forked child: let go of the sockets, and of locks that nobody here will release."""
         self.forked_from = os.getppid()
         self._closing = True
-        self._changed, self._work = threading.Condition(), threading.Event()
+        self._changed, self._work = threading.Condition(), self._doorbell()
         self._bell_lock, bell, self._bell = threading.RLock(), self._bell, -1
         for session in self._sessions.values():
             session.forked()
@@ -194,7 +194,7 @@ class Hub(WaitingRoom):
                 self._accept()
         if self._arrived:
             self._arrived = False
-            self._work.set()
+            self._work.ring()
         while self._calls:
             self._update(self._calls.popleft())
 
@@ -250,4 +250,4 @@ class Hub(WaitingRoom):
         with self._bell_lock:
             os.close(self._bell)
             self._bell = -1
-        self._work.set()
+        self._work.ring()

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Sized
 
+from meshinfer.inference.doorbell import Doorbell
 from meshinfer.inference.queues.session import Request
 
 __all__ = ["WaitingRoom"]
@@ -21,7 +22,7 @@ class WaitingRoom:
         self.pending: deque[Request] = deque()
         self._joins = 0
         self._closing = False
-        self._work = threading.Event()
+        self._work = self._doorbell()
         self._changed = threading.Condition()  # reentrant: the collector may close us anywhere
 
     @property
@@ -31,13 +32,11 @@ class WaitingRoom:
 
     def wake(self) -> None:
         """Make :meth:`wait_for_work` return."""
-        self._work.set()
+        self._work.wake()
 
     def wait_for_work(self, timeout: float | None) -> bool:
         """Until a request is ready, the hub closes or is woken."""
-        if not self.pending and not self._closing:
-            self._work.wait(timeout)
-        self._work.clear()
+        self._work.wait(timeout)
         return bool(self.pending)
 
     def take(self, max_items: int) -> list[Request]:
@@ -57,3 +56,6 @@ class WaitingRoom:
             return self._changed.wait_for(
                 lambda: self._closing or (not self._sessions and self._joins >= needed), timeout
             )
+
+    def _doorbell(self) -> Doorbell:
+        return Doorbell(lambda: self.pending or self._closing)

@@ -83,18 +83,39 @@ def looking_for_work_never_waits_longer_than_told(harness: TransportHarness) -> 
         with within(AT_ONCE, "drain() without requests"):
             assert transport.drain(4) == ([], [])
             assert transport.drain_with_timing(4) == ([], [], [])
-        with within(AT_ONCE, "wait_for_work(0.05)"):
-            assert not transport.wait_for_work(0.05)
-        future = (transport if harness.own_client else transport.client()).submit(request(3))
+        _wait_in_vain(transport)
+        client = transport if harness.own_client else transport.client()
+        future = client.submit(request(3))
         assert transport.wait_for_work(harness.patience), "no request came"
         payloads, handles = transport.drain(4)
         transport.resolve(handles[0], answer(payloads[0]))
         check_reply(future.result(harness.patience), 3)
+        future = client.submit(request(4))
+        payload, handle = _catch(transport, harness.patience)
+        transport.resolve(handle, answer(payload))
+        check_reply(future.result(harness.patience), 4)
+        _wait_in_vain(transport)
         waiter = _start_waiting(transport)
     finally:
         transport.close()
     waiter.join(harness.patience)
     assert not waiter.is_alive(), "close() did not end wait_for_work()"
+
+
+def _catch(transport: Any, patience: float) -> tuple[TensorDictBase, Any]:
+    """A request, perhaps before whoever received it has rung for it: that ring must not end a later wait."""
+    pause, deadline = threading.Event(), time.monotonic() + patience
+    while not (found := transport.drain(1))[0]:
+        assert time.monotonic() < deadline, "no request came"
+        pause.wait(0.0005)
+    return found[0][0], found[1][0]
+
+
+def _wait_in_vain(transport: Any) -> None:
+    began = time.monotonic()
+    with within(AT_ONCE, "wait_for_work(0.05)"):
+        assert not transport.wait_for_work(0.05)
+    assert time.monotonic() > began + 0.04, "wait_for_work(0.05) ended early, with nothing"
 
 
 def _start_waiting(transport: Any) -> threading.Thread:
