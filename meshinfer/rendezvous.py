@@ -215,16 +215,19 @@ def bounded(call: Callable[[], T], timeout: float) -> T:
     """
     outcome: futures.Future[T] = futures.Future()
 
-    def work() -> None:
+    def work(outcome: futures.Future[T]) -> None:
         try:
             outcome.set_result(call())
-        except Exception as error:
-            outcome.set_exception(error)
+        except Exception as error:  # whose frames would hold the outcome, and the outcome the error
+            outcome.set_exception(error.with_traceback(None))
 
-    threading.Thread(target=work, name="meshinfer-store", daemon=True).start()
+    threading.Thread(target=work, args=(outcome,), name="meshinfer-store", daemon=True).start()
     if not futures.wait([outcome], timeout + _GRACE_SECONDS).done:
         raise TimeoutError(f"no answer within {timeout:g} s")
-    return outcome.result()
+    try:
+        return outcome.result()
+    finally:
+        del outcome  # likewise: what callers hold, sockets too, must not wait for the collector
 
 
 def _knock(numeric: str, port: int, deadline: float, what: str, timeout: float) -> None:

@@ -88,7 +88,8 @@ def test_closing_gives_everything_back_although_the_objects_are_still_there() ->
     del first, client
     gc.collect()
     threads, connections = me.num_threads(), len(me.net_connections("tcp"))
-    for _ in range(25):  # a goodbye of one side meets the last lines of the other's thread in few of them
+    # A goodbye of one side meets the last lines of the other's thread in few of these rounds.
+    for _ in range(25):
         with serving(Doubler()) as server, server.client() as client:
             ask(client, 1)
         # What an earlier test has left may go meanwhile, so fewer are as good.

@@ -7,7 +7,8 @@ import os
 import threading
 import time
 import weakref
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
 from torch.distributed import TCPStore
@@ -21,8 +22,8 @@ from meshinfer.errors import (
     TransportError,
 )
 from meshinfer.inference.distributed.connection import Connection
-from meshinfer.inference.distributed.frames import Field, Frame, Kind
-from meshinfer.inference.distributed.join import Hello, Identity, Joining
+from meshinfer.inference.distributed.frames import Frame, is_large, proof_in, proof_message
+from meshinfer.inference.distributed.join import Compared, Hello, Identity, Joining
 from meshinfer.inference.distributed.locate import Locator
 from meshinfer.inference.distributed.pair import CLIENT, SERVER, GlooDevice, Pair
 from meshinfer.inference.future import ReplyFuture, reply_by
@@ -57,6 +58,9 @@ class DistributedClient:
         window: requests on the wire at once; more wait in this process.
         interface: see :func:`~meshinfer.rendezvous.choose_address`.
     """
+
+    _peer: ClassVar[str] = "policy server"
+    """What errors call the other side."""
 
     def __init__(
         self,
@@ -222,23 +226,35 @@ class DistributedClient:
     def _join(self, timeout: float) -> Connection:
         deadline = time.monotonic() + timeout
         address, store = self._reach(deadline)
-        hello = Hello.of(self._identity, self._request_layout, self._response_layout)
+        hello = Hello.of(self._identity, self._request_layout, self._compared)
         joining = Joining(
             store, address.secret, hello.nonce, CLIENT, max(deadline - time.monotonic(), 0.01)
         )
         answer = joining.say_hello(hello)
         local = choose_address(self._interface, reach=(address.host, address.port))
-        pair = joining.build_pair(GlooDevice.at(local, CLIENT))
+        large = is_large(self._request_layout), is_large(self._response_layout)
+        pair = joining.build_pair(GlooDevice.at(local, CLIENT), large)
         self._prove(pair, joining, answer["nonce"])
         key = answer["policy_version_key"]
+        return self._connection_over(pair, address, None if key is None else tuple(key))
+
+    @property
+    def _compared(self) -> Compared:
+        """What replies must have alike at both sides."""
+        return self._response_layout
+
+    def _connection_over(
+        self, pair: Pair, address: ServerAddress, key: tuple[str, ...] | None
+    ) -> Connection:
+        """What this client does with a pair that both sides have proved."""
         return Connection(
             pair,
             self._response_layout,
             window=self._window,
             spare=self._spare,
-            policy_version_key=None if key is None else tuple(key),
+            policy_version_key=key,
             patience=self._timeout,
-            probe=lambda: _probe(address),
+            probe=partial(probe, address, self._peer),
         )
 
     def _reach(self, deadline: float) -> tuple[ServerAddress, TCPStore]:
@@ -248,28 +264,29 @@ class DistributedClient:
             left = max(deadline - time.monotonic(), 0.01)
             patience = _LOOK_AGAIN_SECONDS if self._locator.moves else left
             try:
-                return address, connect_store(
-                    address.host, address.port, left, awaited="the policy server", patience=patience
-                )
+                return address, self._store_at(address, left, patience)
             except TimeoutError:
                 if time.monotonic() + patience >= deadline:
                     raise
 
+    def _store_at(self, address: ServerAddress, timeout: float, patience: float) -> TCPStore:
+        awaited = f"the {self._peer}"
+        return connect_store(
+            address.host, address.port, timeout, awaited=awaited, patience=patience
+        )
+
     def _prove(self, pair: Pair, joining: Joining, server_nonce: str) -> None:
-        mine, shown = Frame(self._request_layout), Frame(self._response_layout)
-        mine.header[Field.KIND] = Kind.PROOF
-        mine.proof[:] = joining.proof(CLIENT, server_nonce)
+        mine, shown = proof_message(joining.proof(CLIENT, server_nonce)), proof_message()
         try:
-            received = pair.receive(shown.message)
-            sent = pair.send(mine.message)
+            received = pair.receive(shown)
+            sent = pair.send(mine)
             received.wait(joining.left())
         except RuntimeError as error:
             raise PeerLostError(
                 f"the server went away while this client joined: {error}"
             ) from error
-        del sent
-        self._spare.append(mine)  # the server has read it: its proof is the answer
-        if bytes(shown.proof) != joining.proof(SERVER, server_nonce):
+        del sent  # the server has read it: its proof is the answer
+        if proof_in(shown) != joining.proof(SERVER, server_nonce):
             raise RefusedError("the other end of the new pair does not hold the job secret")
 
     def _report_absence(self, failed: bool) -> None:
@@ -278,9 +295,7 @@ class DistributedClient:
             return
         try:
             address = self._locator.find(_GOODBYE_SECONDS)
-            store = connect_store(
-                address.host, address.port, _GOODBYE_SECONDS, awaited="the policy server"
-            )
+            store = self._store_at(address, _GOODBYE_SECONDS, _GOODBYE_SECONDS)
             hello = Hello.of(
                 self._identity,
                 self._request_layout,
@@ -293,10 +308,10 @@ class DistributedClient:
             logger.debug("%s left without telling the server: %s", self._identity, str(error))
 
 
-def _probe(address: ServerAddress) -> None:
-    connect_store(
-        address.host, address.port, _PROBE_SECONDS, awaited="a sign of life of the policy server"
-    )
+def probe(address: ServerAddress, peer: str) -> None:
+    """Whether ``peer`` answers at ``address``; raises :class:`TimeoutError` when it does not."""
+    awaited = f"a sign of life of the {peer}"
+    connect_store(address.host, address.port, _PROBE_SECONDS, awaited=awaited)
 
 
 def _is_orderly(error: BaseException) -> bool:

@@ -6,14 +6,22 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed import Work
 
 from meshinfer.errors import ClosedError, PeerLostError, ServerClosedError, TransportError
-from meshinfer.inference.distributed.frames import TAG_ERROR, Field, Frame, Kind, announcement
-from meshinfer.inference.distributed.pair import FOREVER, Pair
+from meshinfer.inference.distributed.frames import (
+    TAG_ERROR,
+    TAG_ROW,
+    Field,
+    Frame,
+    Kind,
+    announcement,
+)
+from meshinfer.inference.distributed.pair import FOREVER, Pair, Receiving
 from meshinfer.inference.future import ReplyFuture
 from meshinfer.inference.remote_errors import decode_exception
 from meshinfer.layout import PayloadLayout
@@ -32,6 +40,7 @@ _LENGTH = Field.LENGTH
 _POSTED = 16
 _POSTED_BYTES = 1 << 16
 _REQUEST, _RESULT, _ERROR = int(Kind.REQUEST), int(Kind.RESULT), int(Kind.ERROR)
+_ROW = int(Kind.ROW)
 
 
 class _Flight:
@@ -42,7 +51,7 @@ class _Flight:
     def __init__(self, future: ReplyFuture, frame: Frame) -> None:
         self.future = future
         self.frame = frame
-        self.work: Work | None = None
+        self.work: list[Any] = []
 
 
 class _Reply:
@@ -54,7 +63,7 @@ class _Reply:
         self.frame = Frame(layout)
         version = {} if version_key is None else {version_key: self.frame.version}
         self.read = layout.reader(self.frame.views, version)
-        self.work: Work | None = None
+        self.work: Receiving | None = None
 
 
 class Connection:
@@ -75,6 +84,10 @@ class Connection:
         policy_version_key: where a reply's policy version goes, ``None`` for nowhere.
         patience: seconds without a reply after which a waiter asks whether the server is alive.
         probe: asks; raises when it is not.
+        peer: what errors call the other side.
+        room: memory for one row, uint8, of the size that the server announces, for rows that come as messages of their
+            own. Such a reply is a TensorDict of that memory (``row``) and of scalars (``version``, ``origin``): it is
+            not copied, and the next row goes elsewhere. Where the server has no row to give, it is empty.
     """
 
     def __init__(
@@ -87,12 +100,16 @@ class Connection:
         policy_version_key: tuple[str, ...] | None,
         patience: float,
         probe: Callable[[], None],
+        peer: str = "server",
+        room: Callable[[], Tensor] | None = None,
     ) -> None:
         self.patience = patience
         self.replaced = False
         self._pair: Pair | None = pair
         self._window = window
         self._probe = probe
+        self._peer = peer
+        self._room = room
         self._lock = threading.Lock()
         self._identifiers = 0
         self._flying: dict[int, _Flight] = {}
@@ -100,7 +117,7 @@ class Connection:
         self._spare = spare
         self._received = 1  # the server's proof was the first frame
         self._ended: Callable[[], TransportError] | None = None
-        self._goodbye: tuple[list[Tensor], Work] | None = None
+        self._goodbye: tuple[list[Tensor], list[Any]] | None = None
         self._consumed: list[_Reply] = []
         posted = max(window + 1, min(_POSTED, _POSTED_BYTES // response_layout.row_bytes))
         self._enough_consumed = max(1, posted - window - 1)
@@ -154,7 +171,7 @@ class Connection:
         try:
             self._probe()
         except Exception as error:
-            self._end(PeerLostError, f"the server does not answer any more: {error}")
+            self._end(PeerLostError, f"the {self._peer} does not answer any more: {error}")
             self._abort()
 
     def close(self, timeout: float, *, failed: bool = False) -> None:
@@ -207,7 +224,8 @@ class Connection:
             while self._receive():
                 pass
         except RuntimeError as error:
-            self._end(PeerLostError, f"the server's process has gone or was cut off: {error}")
+            reason = f"the {self._peer}'s process has gone or was cut off: {error}"
+            self._end(PeerLostError, reason)
         except Exception as error:
             logger.exception("a client failed to receive")
             self._end(TransportError, f"this client failed to receive: {error!r}")
@@ -232,6 +250,8 @@ class Connection:
                 future.fulfil(result)
         elif kind == _ERROR:
             self._deliver_error(pair, frame)
+        elif kind == _ROW:
+            self._deliver_row(pair, frame)
         else:
             self._farewell_from_server(kind)
             return False
@@ -250,6 +270,19 @@ class Connection:
         if future is not None:
             future.fail(error)
 
+    def _deliver_row(self, pair: Pair, frame: Frame) -> None:
+        header = frame.header
+        found = {}
+        if header[_LENGTH]:
+            assert self._room is not None
+            row = self._room()
+            pair.receive([row], TAG_ROW).wait(FOREVER)
+            words = {"version": header[Field.VERSION], "origin": header[Field.ORIGIN]}
+            found = {"row": row, **{name: torch.tensor(word) for name, word in words.items()}}
+        future = self._settle(header[_ID])
+        if future is not None:
+            future.fulfil(TensorDict(found, []))
+
     def _settle(self, identifier: int) -> ReplyFuture | None:
         """Take one request out of flight and let the next waiting one leave."""
         with self._lock:
@@ -267,7 +300,7 @@ class Connection:
             self.replaced = True
             reason = "a newer session of the same client has taken this one's place"
             self._end(PeerLostError, reason)
-        elif self._end(ServerClosedError, "the server has shut down"):
+        elif self._end(ServerClosedError, f"the {self._peer} has shut down"):
             self._say_goodbye()
 
     def _end(self, kind: type[TransportError], reason: str) -> bool:

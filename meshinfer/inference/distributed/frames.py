@@ -1,8 +1,9 @@
-"""Messages on a pair: one fixed-size frame each way for each request.
+"""Messages on a pair: one fixed-size frame each way for each request, or a header and a large row after it.
 
 A frame is a header of :data:`HEADER_BYTES` and one row. Layouts are compared before a pair is built, so both sides
 know both sizes: gloo ends a process that receives more than it has made room for. Less is well: what needs no row,
-such as a goodbye, is an :func:`announcement`, a header alone, however large the rows are.
+such as a goodbye, is an :func:`announcement`, a header alone, however large the rows are. Weights, too large for a
+row of their own in every frame, follow an announcement, into memory that is chosen when it comes.
 """
 
 from __future__ import annotations
@@ -15,12 +16,29 @@ from torch import Tensor
 from meshinfer.layout import PayloadLayout
 from meshinfer.rows import Row
 
-__all__ = ["HEADER_BYTES", "TAG_ERROR", "TAG_FRAME", "Field", "Frame", "Kind", "announcement"]
+__all__ = [
+    "HEADERS",
+    "HEADER_BYTES",
+    "TAG_ERROR",
+    "TAG_FRAME",
+    "TAG_ROW",
+    "Field",
+    "Frame",
+    "Kind",
+    "announcement",
+    "is_large",
+    "proof_in",
+    "proof_message",
+]
 
 HEADER_BYTES = 64
 TAG_FRAME = 0
 TAG_ERROR = 1
 TAG_ABORT = 2
+TAG_ROW = 3
+TAG_END = 16
+"""Added to the tag of a large message, for what follows it."""
+_LARGE_BYTES = 1 << 15
 _PROOF = slice(32, 64)
 
 
@@ -41,6 +59,8 @@ class Kind(IntEnum):
     """From a server: a newer session of the same client has taken over."""
     FAILED = 8
     """From a client, instead of BYE: an exception ends its work, so that it may be started again."""
+    ROW = 9
+    """A reply: a row follows as a message of its own, :attr:`Field.LENGTH` bytes long; none where that is 0."""
 
 
 class Field(IntEnum):
@@ -53,19 +73,46 @@ class Field(IntEnum):
     INTERACTION = 3
     """Requests only: code of the interaction type."""
     VERSION = 2
-    """Results only: the policy version, :data:`NO_VERSION` for none."""
+    """Results and rows: the version, :data:`NO_VERSION` for none."""
     LENGTH = 3
-    """Errors only: bytes of the message that follows."""
+    """Errors and rows: bytes of the message that follows."""
+    ORIGIN = 4
+    """Rows only: the publisher whose version it is."""
 
 
 NO_VERSION = -1
 
+HEADERS = PayloadLayout.from_spec({"nothing": torch.zeros(0)}, name="header")
+"""For frames that have room for a header and little else."""
 
-def announcement(kind: Kind, identifier: int = 0, length: int = 0) -> list[Tensor]:
+
+def announcement(
+    kind: Kind, identifier: int = 0, length: int = 0, *, version: int = 0, origin: int = 0
+) -> list[Tensor]:
     """A header without a row, as gloo sends it."""
-    header = torch.zeros(HEADER_BYTES // 8, dtype=torch.int64, device="cpu")
-    header[Field.KIND], header[Field.ID], header[Field.LENGTH] = kind, identifier, length
-    return [header.view(torch.uint8)]
+    with torch.inference_mode(False):
+        header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+    words = memoryview(header.numpy().data).cast("B").cast("q")
+    words[Field.KIND], words[Field.ID], words[Field.LENGTH] = kind, identifier, length
+    words[Field.VERSION], words[Field.ORIGIN] = version, origin
+    return [header]
+
+
+def is_large(layout: PayloadLayout) -> bool:
+    """Whether frames of this layout may take more than one read; both sides say the same."""
+    return layout.row_bytes > _LARGE_BYTES
+
+
+def proof_message(proof: bytes = bytes(32)) -> list[Tensor]:
+    """What shows ``proof`` on a new pair, or has room for the other side's."""
+    message = announcement(Kind.PROOF)
+    message[0][_PROOF] = torch.frombuffer(bytearray(proof), dtype=torch.uint8)
+    return message
+
+
+def proof_in(message: list[Tensor]) -> bytes:
+    """The proof that was received there."""
+    return bytes(message[0][_PROOF].numpy())
 
 
 class Frame:
@@ -75,14 +122,13 @@ class Frame:
         layout: of the row.
     """
 
-    __slots__ = ("block", "block_views", "header", "message", "proof", "row", "version", "views")
+    __slots__ = ("block", "block_views", "header", "message", "row", "version", "views")
 
     def __init__(self, layout: PayloadLayout) -> None:
         buffer = layout.new_rows(header_bytes=HEADER_BYTES)
         octets = memoryview(buffer[:HEADER_BYTES].numpy().data).cast("B")
         self.message: list[Tensor] = [buffer]
         self.header = octets.cast("q")
-        self.proof = octets[_PROOF]
         self.row = Row(buffer[HEADER_BYTES:])
         self.views = layout.views(self.row.tensor)
         self.block = self.row.tensor.unsqueeze(0)  # the same row as a batch of one

@@ -24,20 +24,46 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import DistError, TCPStore
 
 import meshinfer
 from meshinfer.errors import RefusedError, ServerClosedError
 from meshinfer.inference.distributed.pair import CLIENT, SERVER, AddressExchange, GlooDevice, Pair
-from meshinfer.layout import PayloadLayout
 from meshinfer.rendezvous import bounded
 
-__all__ = ["JOIN_QUEUE", "Hello", "Identity", "Joining", "answer_queue", "open_sealed", "seal"]
+__all__ = [
+    "JOIN_QUEUE",
+    "Compared",
+    "Hello",
+    "Identity",
+    "Joining",
+    "answer_queue",
+    "open_sealed",
+    "seal",
+]
 
 JOIN_QUEUE = "join"
 _NONCE_CHARACTERS = 32
+
+
+class Compared(Protocol):
+    """What both sides must have alike, as a :class:`~meshinfer.layout.PayloadLayout` is."""
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that must be alike."""
+
+    def describe(self) -> dict[str, Any]:
+        """It in JSON values."""
+
+    def difference(self, other_description: Mapping[str, Any]) -> str:
+        """One line on the first differences from another's :meth:`describe`."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +109,8 @@ class Hello:
     def of(
         cls,
         identity: Identity,
-        request: PayloadLayout,
-        response: PayloadLayout,
+        request: Compared,
+        response: Compared,
         *,
         absent: bool = False,
         failed: bool = False,
@@ -116,11 +142,11 @@ class Hello:
     def __str__(self) -> str:
         return f"{self.identity} (pid {self.pid} on {self.host})"
 
-    def objection(self, request: PayloadLayout, response: PayloadLayout) -> str | None:
-        """Why a server with these layouts cannot serve this client, or ``None``."""
+    def objection(self, request: Compared, response: Compared, here: str) -> str | None:
+        """Why a server with these layouts, called ``here``, cannot serve this client, or ``None``."""
         for layout, theirs in ((request, self.request), (response, self.response)):
             if theirs["fingerprint"] != layout.fingerprint:
-                return f"the {layout.name} layouts differ: {layout.difference(theirs)} (here: the server)"
+                return f"the {layout.name} layouts differ: {layout.difference(theirs)} (here: the {here})"
         return None
 
 
@@ -225,15 +251,15 @@ class Joining:
         sealed = seal(self._secret, f"answer/{self._nonce}", content)
         self.store.queue_push(answer_queue(self._nonce), sealed)
 
-    def build_pair(self, device: GlooDevice) -> Pair:
-        """Both: the pair, once the other side has come too.
+    def build_pair(self, device: GlooDevice, large: tuple[bool, bool]) -> Pair:
+        """Both: the pair, once the other side has come too; ``large`` as :class:`Pair` has it.
 
         Raises:
             TimeoutError: it has not.
         """
         exchange = AddressExchange(self._send_address, self._receive_address)
         try:
-            return Pair(exchange, self._rank, device, self.remaining())
+            return Pair(exchange, self._rank, device, self.remaining(), large)
         except RuntimeError as error:
             raise TimeoutError(f"the other side did not complete the gloo pair: {error}") from error
         finally:

@@ -7,14 +7,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
-from meshinfer.inference.distributed.frames import TAG_ABORT, TAG_FRAME
+from meshinfer.inference.distributed.frames import TAG_ABORT, TAG_END, TAG_FRAME
 
-__all__ = ["CLIENT", "SERVER", "GlooDevice", "Pair"]
+__all__ = ["CLIENT", "SERVER", "GlooDevice", "Pair", "Receiving"]
 
 SERVER = 0
 CLIENT = 1
@@ -48,6 +48,32 @@ class GlooDevice:
             return device
 
 
+class Receiving(Protocol):
+    """A message that is on its way, or will be."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Until it is here; raises :class:`RuntimeError` when it will not come, or has not by then."""
+
+
+class _Large:
+    """A message that takes more than one read, and a short one that follows it.
+
+    gloo never wakes who waits for the message that had come in part when the peer died. It does wake who waits for a
+    later one.
+    """
+
+    __slots__ = ("_end", "_following", "_message")
+
+    def __init__(self, message: Work, end: list[torch.Tensor], following: Work) -> None:
+        self._message = message
+        self._end = end
+        self._following = following
+
+    def wait(self, timeout: timedelta) -> bool:
+        """See :class:`Receiving`."""
+        return self._following.wait(timeout) and self._message.wait(timeout)
+
+
 class Pair:
     """Two process groups of two, one for each direction, outside ``torch.distributed``'s own registry.
 
@@ -60,9 +86,17 @@ class Pair:
         rank: :data:`SERVER` or :data:`CLIENT`.
         device: on the address to use.
         timeout: seconds for the other side to come.
+        large: whether requests, and replies, may take more than one read. Whatever has a tag of its own may.
     """
 
-    def __init__(self, store: Store, rank: int, device: GlooDevice, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        device: GlooDevice,
+        timeout: float,
+        large: tuple[bool, bool] = (False, False),
+    ) -> None:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout)
         options._devices = [device.handle]
@@ -76,16 +110,27 @@ class Pair:
         )
         self._outgoing: Any = requests if rank == CLIENT else replies
         self._incoming: Any = replies if rank == CLIENT else requests
+        self._large_outgoing, self._large_incoming = large if rank == CLIENT else large[::-1]
 
-    def send(self, message: list[torch.Tensor], tag: int = TAG_FRAME) -> Work:
-        """Start to send; the message must stay as it is until the other side has received it. Never waits."""
-        work: Work = self._outgoing.send(message, self._peer, tag)
-        return work
+    def send(self, message: list[torch.Tensor], tag: int = TAG_FRAME) -> list[Any]:
+        """Start to send. Never waits.
 
-    def receive(self, message: list[torch.Tensor], tag: int = TAG_FRAME) -> Work:
+        Returns:
+            What must be kept, as it is, until the other side has received it; and so must the message.
+        """
+        held: list[Any] = [self._outgoing.send(message, self._peer, tag)]
+        if tag != TAG_FRAME or self._large_outgoing:
+            end = _nothing()
+            held += [end, self._outgoing.send(end, self._peer, tag + TAG_END)]
+        return held
+
+    def receive(self, message: list[torch.Tensor], tag: int = TAG_FRAME) -> Receiving:
         """Make room for one message; ``wait(FOREVER)`` on the result raises when the peer has gone."""
         work: Work = self._incoming.recv(message, self._peer, tag)
-        return work
+        if tag == TAG_FRAME and not self._large_incoming:
+            return work
+        end = _nothing()
+        return _Large(work, end, self._incoming.recv(end, self._peer, tag + TAG_END))
 
     def abort(self) -> None:
         """Close the connections at once, so that threads that wait on them raise.
@@ -94,10 +139,13 @@ class Pair:
         """
         for group in (self._incoming, self._outgoing):
             try:
-                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                group.recv([nothing], self._peer, TAG_ABORT).wait(_MOMENT)
+                group.recv(_nothing(), self._peer, TAG_ABORT).wait(_MOMENT)
             except RuntimeError:
                 continue  # the expected end, also where the connection was broken before
+
+
+def _nothing() -> list[torch.Tensor]:
+    return [torch.zeros(1, dtype=torch.uint8, device="cpu")]
 
 
 class AddressExchange(Store):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -16,6 +17,7 @@ from meshinfer.errors import PeerLostError
 from meshinfer.inference.distributed.frames import Kind
 from meshinfer.inference.distributed.join import (
     JOIN_QUEUE,
+    Compared,
     Hello,
     Identity,
     Joining,
@@ -25,6 +27,7 @@ from meshinfer.inference.distributed.join import (
 )
 from meshinfer.inference.distributed.pair import SERVER, GlooDevice
 from meshinfer.inference.distributed.session import ENDED_BY_EXCEPTION, Request, Session
+from meshinfer.inference.doorbell import Doorbell
 from meshinfer.layout import PayloadLayout
 from meshinfer.rendezvous import PrivateStore, ServerAddress
 
@@ -51,6 +54,8 @@ class Reception:
         request_layout, response_layout: of the payloads.
         host, port: where the private store listens.
         secret: of the job.
+        compared: what replies must have alike at both sides.
+        title: what errors call this side.
         expected_ranks: clients that :meth:`wait_until_left` waits for, by the rank of their process.
         join_timeout: seconds for one client to complete its join.
     """
@@ -63,11 +68,15 @@ class Reception:
         host: str,
         port: int,
         secret: bytes,
+        compared: Compared,
+        title: str,
         expected_ranks: Iterable[int] = (),
         join_timeout: float = _JOIN_SECONDS,
     ) -> None:
         self.request_layout = request_layout
         self.response_layout = response_layout
+        self._compared = compared
+        self._title = title
         self.pending: deque[Request] = deque()
         self.policy_version_key: tuple[str, ...] | None = ("policy_version",)
         self.on_ready: Callable[[], None] | None = None
@@ -78,7 +87,7 @@ class Reception:
         # Made here, since a store that closes meanwhile would leave whoever connects retrying for long.
         self._connections: list[TCPStore] = [self._store.connect(join_timeout)]
         hellos = self._store.connect(join_timeout)
-        self._work = threading.Event()
+        self._work = Doorbell(lambda: self.pending or self._closing)
         self._changed = threading.Condition()
         self._sessions: dict[Identity, Session] = {}
         self._joining: set[Session] = set()
@@ -100,6 +109,21 @@ class Reception:
         """Clients connected now."""
         return len(self._sessions)
 
+    @property
+    def sessions(self) -> list[Session]:
+        """Of the clients connected now."""
+        return list(self._sessions.values())
+
+    def note_change(self) -> None:
+        """What :meth:`wait_until` waits for may have become true."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        """Until it is true, or the reception closes; looked at whenever a client leaves. ``False`` on time-out."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closing or condition(), timeout)
+
     def store_keys(self) -> list[str]:
         """Keys in the private store now; joins use queues, which torch does not list."""
         return self._store.keys()
@@ -112,23 +136,24 @@ class Reception:
         elif (callback := self.on_ready) is not None:
             callback()
         else:
-            self._work.set()
+            self._work.ring()
 
     def wake(self) -> None:
         """Make :meth:`wait_for_work` return."""
-        self._work.set()
+        self._work.wake()
 
     def wait_for_work(self, timeout: float | None) -> bool:
         """Until a request is ready, the reception closes or is woken."""
-        if not self.pending and not self._closing:
-            self._work.wait(timeout)
-        self._work.clear()
+        self._work.wait(timeout)
         return bool(self.pending)
 
     def take(self, max_items: int) -> list[Request]:
         """At most ``max_items`` waiting requests, oldest first."""
-        pending = self.pending
-        return [pending.popleft() for _ in range(min(max_items, len(pending)))]
+        found: list[Request] = []
+        with contextlib.suppress(IndexError):  # there are no more: whoever closes takes some too
+            while len(found) < max_items:
+                found.append(self.pending.popleft())
+        return found
 
     def wait_until_left(self, num_clients: int | None, timeout: float | None = None) -> bool:
         """Until every client has come and left, or the reception closes; ``False`` when ``timeout`` runs out.
@@ -255,7 +280,7 @@ class Reception:
                 str(claimed.get("identity")), check_nonce(claimed["nonce"]), objection
             )
         hello = Hello.from_json(claimed)
-        objection = hello.objection(self.request_layout, self.response_layout)
+        objection = hello.objection(self.request_layout, self._compared, self._title)
         if objection is not None:
             self._refuse(str(hello), hello.nonce, objection)
         elif self._closing:

@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from meshinfer.inference.distributed.frames import (
     NO_VERSION,
     TAG_ERROR,
+    TAG_ROW,
     Field,
     Frame,
     Kind,
     announcement,
+    is_large,
+    proof_in,
+    proof_message,
 )
 from meshinfer.inference.distributed.join import Hello, Joining
-from meshinfer.inference.distributed.pair import CLIENT, FOREVER, SERVER, Pair
+from meshinfer.inference.distributed.pair import CLIENT, FOREVER, SERVER, Pair, Receiving
 
 if TYPE_CHECKING:
     from meshinfer.inference.distributed.reception import Reception
@@ -93,7 +96,7 @@ class _Receiver:
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
-        self.work: Work | None = None
+        self.work: Receiving | None = None
 
 
 class Session:
@@ -140,7 +143,27 @@ class Session:
     def reply_error(self, identifier: int, data: bytes) -> None:
         """Send an encoded exception: what announces it, then itself."""
         content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._send(announcement(Kind.ERROR, identifier, len(data)), content)
+        self._send(announcement(Kind.ERROR, identifier, len(data)), (content, TAG_ERROR))
+
+    def reply_row(
+        self,
+        identifier: int,
+        row: Tensor | None,
+        version: int = 0,
+        origin: int = 0,
+        owner: object = None,
+    ) -> None:
+        """Send a row that is not copied: what announces it, then itself. Never waits.
+
+        Args:
+            identifier: of the request.
+            row: stays as it is until ``owner`` is let go; ``None`` says that there is none.
+            version, origin: see :class:`~meshinfer.inference.distributed.frames.Field`.
+            owner: kept until the client has received the row, or has gone.
+        """
+        length = 0 if row is None else row.numel()
+        message = announcement(Kind.ROW, identifier, length, version=version, origin=origin)
+        self._send(message, None if row is None else (row, TAG_ROW), owner)
 
     def take_back(self, receiver: _Receiver) -> None:
         """A request's row may be used again."""
@@ -170,23 +193,30 @@ class Session:
     def _send(
         self,
         message: list[Tensor],
-        following: Tensor | None = None,
+        following: tuple[Tensor, int] | None = None,
+        owner: object = None,
         *,
         reusable: Frame | None = None,
     ) -> None:
+        """Send a message, and one that follows it with a tag of its own; ``owner`` is kept as long as they are."""
         pair = self._pair
         if pair is None:
             return
-        held: list[Any] = [message, following]
+        held: list[Any] = [message, following, owner]
         self._sent.append((reusable, held))  # first: the acknowledgement may overtake us
         try:
             self._post_freed(pair)
+            if (
+                following is not None
+            ):  # first: there is no room for it yet, so none of it is sent by this thread
+                content, tag = following
+                held.append(pair.send([content], tag))
             held.append(pair.send(message))
-            if following is not None:
-                held.append(pair.send([following], TAG_ERROR))
         except RuntimeError as error:  # the session's own thread notices too, and ends it
             logger.debug("no reply to %s: %s", self.hello, str(error))
-        if self._pair is None:  # its thread has ended meanwhile, and nobody would clear this any more
+        if (
+            self._pair is None
+        ):  # its thread has ended meanwhile, and nobody would clear this any more
             self._let_go()
 
     def _run(self) -> None:
@@ -219,20 +249,19 @@ class Session:
         device = self._host.device
         if device is None:
             raise ConnectionError("the server is shutting down")
-        pair = joining.build_pair(device)
+        large = is_large(self._host.request_layout), is_large(self._host.response_layout)
+        pair = joining.build_pair(device, large)
         shown = Frame(self._host.request_layout)
-        mine = Frame(self._host.response_layout)
-        mine.header[_KIND] = Kind.PROOF
-        mine.proof[:] = joining.proof(SERVER, server_nonce)
+        mine = proof_message(joining.proof(SERVER, server_nonce))
         expected = joining.proof(CLIENT, server_nonce)
         pair.receive(shown.message).wait(joining.left())
-        if bytes(shown.proof) != expected or shown.header[_KIND] != Kind.PROOF:
+        if proof_in(shown.message) != expected or shown.header[_KIND] != Kind.PROOF:
             raise ConnectionError("the proof on the new pair is wrong")
         for frame in (shown, Frame(self._host.request_layout)):
             self.take_back(_Receiver(frame))
         self._post_freed(pair)
         self._pair = pair
-        self._send(mine.message)
+        self._send(mine)
         self._host.admit(self, joining)
 
     def _receive(self) -> str | None:

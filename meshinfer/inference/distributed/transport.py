@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from meshinfer.arguments import as_count, as_seconds
 from meshinfer.errors import ClosedError, TransportError
 from meshinfer.inference.distributed.client import DistributedClient
-from meshinfer.inference.distributed.join import Identity
+from meshinfer.inference.distributed.join import Compared, Identity
 from meshinfer.inference.distributed.locate import FixedAddress, Listed, Locator
 from meshinfer.inference.distributed.reception import Reception
 from meshinfer.inference.distributed.session import Request
@@ -58,7 +58,8 @@ class DistributedTransport(RowwiseTransport):
         secret: proves that both sides belong to one job. ``MESHINFER_SECRET`` by default; else a server makes one,
             which clients get with :meth:`client` or through the launcher's store.
         interface: name or address of the interface to use, see :func:`~meshinfer.rendezvous.choose_address`.
-        window: requests of one client on the wire at once; the server keeps two rows for each client either way.
+        window: requests of one client on the wire at once. The server keeps two rows for each client either way, so a
+            ``min_batch_size`` of more than two for each client that asks always waits for its ``timeout``.
         directory: where the server is published, and looked up when no ``port`` is given. Set by the mesh.
         name: of this server in the directory; two servers of one job need two names.
         rank: of this process in its job: a client of the same rank that comes later takes over.
@@ -70,6 +71,8 @@ class DistributedTransport(RowwiseTransport):
     """
 
     transport_kind = "distributed"
+    _title = "server"
+    """What errors call the server."""
 
     def __init__(
         self,
@@ -134,6 +137,8 @@ class DistributedTransport(RowwiseTransport):
             host=choose_address(listen, reach=reach, spans_hosts=spans_hosts),
             port=port or 0,
             secret=secret if secret is not None else secrets.token_bytes(32),
+            compared=self._compared(),
+            title=self._title,
             expected_ranks=expected_ranks,
             join_timeout=min(self.timeout, 30.0),
         )
@@ -236,6 +241,10 @@ class DistributedTransport(RowwiseTransport):
     def drain_slots(self, max_items: int) -> list[Request]:
         """At most ``max_items`` waiting requests, oldest first, still in their rows."""
         return self._server().take(max_items)
+
+    def _compared(self) -> Compared:
+        """What replies must have alike at both sides."""
+        return self.response_layout
 
     def _next_identity(self) -> Identity:
         """With a rank, the same in every life of this process; without one, of nobody else."""
