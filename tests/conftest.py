@@ -36,6 +36,7 @@ SESSION = uuid.uuid4().hex
 
 LASTING = ("ray_cluster", "monarch")
 """Fixtures that stay in the process that once had them."""
+LARGE = ("test_monarch_transport", "test_service_backend")
 
 call_passed = pytest.StashKey[bool]()
 
@@ -101,13 +102,20 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with monarch or Ray in this process come last: nothing forks a process with their threads.
+    """Tests with Ray or monarch in this process come last: nothing forks a process with their threads.
 
     Where several processes share the work, each takes whole groups: what is set up for one test serves its neighbours.
+    The small ones are the last, so that all are done at about the same time.
     """
-    items.sort(key=lambda item: [name in fixtures_of(item) for name in LASTING])
+    items.sort(key=turn_of)
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group_of(item)))
+
+
+def turn_of(item: pytest.Item) -> int:
+    """Ray's group is the largest; the tests of monarch are several, and the two in :data:`LARGE` take longest."""
+    lasting = [name in fixtures_of(item) for name in LASTING]
+    return 3 - (item.path.stem in LARGE) if lasting[1] else int(lasting[0])
 
 
 def fixtures_of(item: pytest.Item) -> Sequence[str]:
@@ -115,9 +123,11 @@ def fixtures_of(item: pytest.Item) -> Sequence[str]:
 
 
 def group_of(item: pytest.Item) -> str:
-    for name in (*LASTING, "slurm"):
+    for name in ("ray_cluster", "slurm"):
         if name in fixtures_of(item):
             return name
+    if "monarch" in fixtures_of(item):
+        return f"{item.path.stem}-monarch"
     place = getattr(item, "callspec", None) and item.callspec.params.get("place")  # type: ignore[attr-defined]
     return f"{item.path.stem}-{place}" if place else item.path.stem
 
@@ -146,17 +156,20 @@ def ray_actors(ray_pool: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def monarch() -> None:
-    """monarch, in this process from now on."""
+def monarch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """monarch, in this process from now on; its processes are forked from one that has imported torch."""
     for kind in (
         "ACTOR",
         "PROC",
     ):  # a process that imports torch answers nobody, for long on a busy machine
         os.environ.setdefault(f"HYPERACTOR_MESH_GET_{kind}_STATE_MAX_IDLE", "60s")
     try:
-        load_monarch("this test").context()
+        monarch = load_monarch("this test")
     except ImportError as error:
         unavailable(str(error))
+    with warm.warm_monarch(warm.python_command(tmp_path_factory.mktemp("monarch"))):
+        monarch.context()
+        yield
 
 
 @pytest.fixture(scope="session")

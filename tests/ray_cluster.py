@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import warm
 from support import unavailable, wait_until
 
 SECONDS_TO_END = 20.0
 MIB = 1 << 20
 TESTS = Path(__file__).parent
+_WORKER = str(TESTS / "warm" / "ray_worker.py")
 
 # Ray reads them when it is imported, by whatever test that is.
 os.environ.update(
@@ -38,14 +40,14 @@ def running() -> Iterator[Any]:
     """The module ``ray``, initialised; everything it started has ended afterwards."""
     if importlib.util.find_spec("ray") is None:
         unavailable("ray is not installed")
+    # The workers inherit it, and find meshinfer and the modules of the tests.
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", warm.VARIABLE: str(warm.address())}
     before = frozenset(psutil.Process().children()), _listening(os.getpid())
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of its sockets must be short
     import ray
 
-    # The workers inherit it, and find meshinfer and the modules of the tests.
-    with _environment(
-        PYTHONPATH=os.pathsep.join([str(TESTS.parent), str(TESTS)]), OMP_NUM_THREADS="1"
-    ):
+    with _environment(**variables), _forked_workers():
         ray.init(
             num_cpus=4,
             include_dashboard=False,
@@ -60,7 +62,7 @@ def running() -> Iterator[Any]:
     try:
         yield ray
     finally:
-        ours = [*started, *(child for each in started for child in _below(each))]
+        ours = [*started, *(child for each in started for child in _below(each.pid))]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # Ray does not close its log files
             ray.shutdown()
@@ -69,6 +71,24 @@ def running() -> Iterator[Any]:
         _own_ports.clear()
         shutil.rmtree(folder, ignore_errors=True)
         assert not left, f"Ray left {left}"
+
+
+@contextmanager
+def _forked_workers() -> Iterator[None]:
+    """The workers of a Ray that starts meanwhile are forked from a process that has imported torch."""
+    services = importlib.import_module("ray._private.services")
+    start = services.start_raylet
+
+    def start_raylet(*args: Any, **kwargs: Any) -> Any:
+        warm = [_WORKER if str(each).endswith("/setup_worker.py") else each for each in args]
+        assert warm != [*args], "Ray starts its workers in another way"
+        return start(*warm, **kwargs)
+
+    services.start_raylet = start_raylet
+    try:
+        yield
+    finally:
+        services.start_raylet = start
 
 
 @contextmanager
@@ -85,9 +105,9 @@ def _environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _below(process: psutil.Process) -> list[psutil.Process]:
+def _below(pid: int) -> list[psutil.Process]:
     try:
-        return process.children(recursive=True)
+        return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
 
@@ -109,6 +129,8 @@ def owns(pid: int) -> bool:
     if not _roots:
         return False
     try:
+        if warm.is_forked(pid):
+            return any(warm.stands_for(each, pid) for root in _roots for each in _below(root))
         return pid in _roots or any(each.pid in _roots for each in psutil.Process(pid).parents())
     except psutil.Error:
         return False

@@ -72,7 +72,7 @@ def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
 def test_sigterm_to_torchrun_runs_the_users_handler_in_every_rank(tmp_path: Path) -> None:
     mark = f"open(r'{tmp_path}/' + str(mesh.rank), 'w').close()"
     first = f"signal.signal(signal.SIGTERM, lambda *_: ({mark}, sys.exit(4)))"
-    with torchrun(tmp_path, job(first), RANKS, cold=True) as running:
+    with torchrun(tmp_path, job(first), RANKS) as running:
         ranks = wait_until_running(running)
         began = time.monotonic()
         running.process.send_signal(signal.SIGTERM)

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from support import wait_until
 
 from meshinfer import ClosedError, MeshError, PerNode, TransportConfig
 from meshinfer.mesh.monarch import MonarchMesh, MonarchServer
@@ -35,7 +36,9 @@ def mesh(roles: ModuleType) -> Iterator[MonarchMesh]:
 @pytest.fixture(scope="module")
 def gloo(mesh: MonarchMesh, roles: ModuleType) -> MonarchServer:
     specs = {"request_spec": roles.request(0.0), "response_spec": roles.response()}
-    return mesh.serve(roles.Scale, "distributed", name="gloo", **specs)
+    options = {"spec": roles.Scale(), "interface": "127.0.0.1"}
+    weights = TransportConfig("distributed", options)
+    return mesh.serve(roles.Scale, "distributed", name="gloo", weight_transport=weights, **specs)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +154,17 @@ def test_new_weights_reach_every_server(
     assert server.policy_version == before + 1
     server.update_policy_weights_(roles.Scale(), version=before + 5)
     assert results(envs.call("ask", 2.0, which)) == [(4.0, before + 5)] * 2
+
+
+def test_a_trainer_reaches_every_server(gloo: MonarchServer, roles: ModuleType, envs: Any) -> None:
+    assert gloo.weight_transport is not None
+    with gloo.weight_transport.publisher(version=70) as publisher:
+        assert wait_until(lambda: publisher.subscribers == 2, SECONDS)
+        for factor in (5.0, 2.0):
+            version = publisher.publish({"factor": torch.full_like(roles.Scale().factor, factor)})
+            publisher.wait(timeout=SECONDS)
+            assert results(envs.call("ask", 2.0, 0)) == [(2 * factor, version)] * 2
+    assert [each.policy_version for each in gloo.stats()] == [72, 72]
 
 
 def test_weights_that_do_not_fit(gloo: MonarchServer) -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from failure_scripts import ROOT, Ending, Program, environment
 from support import wait_until
+from warm import python_command
 
 from meshinfer import MeshError
 from meshinfer.mesh.monarch import MonarchMesh, RankFailure
@@ -105,13 +106,14 @@ def test_ranks_that_die_are_reported_and_replaced(roles: ModuleType, tmp_path: P
 
 
 @contextmanager
-def script(name: str, *arguments: str) -> Iterator[Program]:
-    variables = environment()
-    program = Program(["-W", "error", SCRIPTS, name, *arguments], variables, cold=True)
+def program(folder: Path, *command: str, cold: bool = False) -> Iterator[Program]:
+    """Not ``cold``, monarch's processes are forked as well."""
+    forked = {} if cold else {"PYTHON_EXEC": python_command(folder)}
+    running = Program([*command], {**environment(), **forked}, cold=cold)
     try:
-        yield program
+        yield running
     finally:
-        program.close()
+        running.close()
 
 
 def complaints(ending: Ending) -> list[str]:
@@ -120,21 +122,21 @@ def complaints(ending: Ending) -> list[str]:
 
 def test_a_program_survives_its_ranks(tmp_path: Path) -> None:
     """Dead ranks, a fault of somebody else's that its own hook takes, and late faults after the end."""
-    with script("survive", str(tmp_path)) as program:
-        ending = program.ending(120.0)
+    with program(tmp_path, "-W", "error", SCRIPTS, "survive", str(tmp_path)) as running:
+        ending = running.ending(120.0)
     assert ending.code == 0, ending.stderr
-    said = [line.strip() for line in program.lines]
+    said = [line.strip() for line in running.lines]
     assert said == ["lost env 1", "lost server 0", "hook: elsewhere", "closed", "survived"]
     assert complaints(ending) == []
 
 
-def test_ctrl_c_ends_every_rank() -> None:
-    with script("wait") as program:
-        (pids,) = program.hear("pids ", timeout=120.0)
+def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
+    with program(tmp_path, "-W", "error", SCRIPTS, "wait", cold=True) as running:
+        (pids,) = running.hear("pids ", timeout=120.0)
         ranks = [psutil.Process(int(pid)) for pid in pids.split()]
         began = time.monotonic()
-        program.signal_group(signal.SIGINT)
-        ending = program.ending(60.0)
+        running.signal_group(signal.SIGINT)
+        ending = running.ending(60.0)
         assert ending.code in (1, 130, -signal.SIGINT), ending.stderr
         assert wait_until(lambda: not any(rank.is_running() for rank in ranks), GOAL)
         assert time.monotonic() - began < 2 * GOAL
@@ -155,33 +157,27 @@ def test_a_server_that_other_hosts_cannot_reach(roles: ModuleType) -> None:
 # --- What is there to copy, and scripts as they are -----------------------------------------------
 
 
-def test_this_host() -> None:
+def test_this_host(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
-    command = ["-W", "error", str(ROOT / "launch" / "monarch" / "this_host.py"), "20"]
-    program = Program(command, environment(), cold=True)
-    try:
-        ending = program.ending(120.0)
-    finally:
-        program.close()
+    example = str(ROOT / "launch" / "monarch" / "this_host.py")
+    with program(tmp_path, "-W", "error", example, "20") as running:
+        ending = running.ending(120.0)
     assert ending.code == 0, ending.stderr
     assert complaints(ending) == []
-    said = "".join(program.lines)
+    said = "".join(running.lines)
     for rank in range(3):
         assert f"env {rank} on " in said
     assert said.count("160 steps") == 3
     assert "server 0 served 60 requests" in said
 
 
-def test_a_script_of_ranks_under_monarch_under_torchrun() -> None:
+def test_a_script_of_ranks_under_monarch_under_torchrun(tmp_path: Path) -> None:
     """What torchrun tells the controller is not true of the ranks that monarch starts."""
     pytest.importorskip("gymnasium")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    program = Program([*torchrun, SCRIPTS, "spmd"], environment(), cold=True)
-    try:
-        ending = program.ending(120.0)
-    finally:
-        program.close()
+    with program(tmp_path, *torchrun, SCRIPTS, "spmd") as running:
+        ending = running.ending(120.0)
     assert ending.code == 0, ending.stderr
-    said = "".join(program.lines)
+    said = "".join(running.lines)
     assert "rank 0 served 20 requests" in said
     assert "rank 1: 160 steps" in said

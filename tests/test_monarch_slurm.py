@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import Slurm, cold_python
+from cluster import Slurm
 from mesh_jobs import ROOT
 from support import wait_until
 
@@ -16,11 +16,11 @@ LAUNCH = ROOT / "launch" / "monarch"
 SECONDS = 120.0
 
 
-def test_monarch_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
+def test_monarch_on_two_nodes(slurm: Slurm, warm: dict[str, str], tmp_path: Path) -> None:
     """The server is on the first node, and its clients on both; afterwards nothing is left."""
     pytest.importorskip("gymnasium")
     files = (str(LAUNCH / "slurm.sbatch"), str(LAUNCH / "slurm.py"), "20")
-    job = slurm.submit(tmp_path, *files, variables=cold_python())
+    job = slurm.submit(tmp_path, *files, variables=warm)
     ended = job.end(SECONDS)
     assert (ended.state, ended.code) == ("COMPLETED", 0), str(ended)
     assert "Traceback" not in ended.text, str(ended)

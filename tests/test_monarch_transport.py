@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mesh_jobs
 import pytest
 import torch
+from mesh_jobs import Ended
 from monarch_policy import AddOne, request, value_of
 from support import wait_until
 from tensordict import TensorDict, TensorDictBase
@@ -457,27 +458,24 @@ def test_the_place_may_be_told_by_others() -> None:
         here.close()
 
 
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A program of its own, in which every warning is an error."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "monarch_scripts.py"), script, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=4 * SECONDS,
-    )
+def run(folder: Path, script: str, *, cold: bool) -> Ended:
+    """A program of its own, in which every warning is an error, and its processes."""
+    command = [sys.executable, "-W", "error", str(ROOT / "monarch_scripts.py"), script]
+    with mesh_jobs.running(folder, command, cold=cold) as (job,):
+        return job.end(4 * SECONDS)
 
 
-def test_two_hosts_over_tcp() -> None:
-    done = run("two_hosts")
-    assert done.returncode == 0, done.stderr
+def test_two_hosts_over_tcp(tmp_path: Path) -> None:
+    done = run(tmp_path, "two_hosts", cold=False)
+    assert done.code == 0, done
     assert done.stdout.split() == ["2.0", "3.0", "4.0", "PeerLostError"]
     assert complaints(done.stderr) == ""
 
 
-def test_a_program_ends_cleanly_with_everything_open() -> None:
-    done = run("leave_open")
-    assert (done.stdout.split(), done.returncode) == (["2.0"], 3), done.stderr
+def test_a_program_ends_cleanly_with_everything_open(tmp_path: Path) -> None:
+    """In new interpreters, as a user has."""
+    done = run(tmp_path, "leave_open", cold=True)
+    assert (done.stdout.split(), done.code) == (["2.0"], 3), done
     assert complaints(done.stderr) == ""
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import wait_until
+from support import PRELOADED, wait_until
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
     InteractionType,
@@ -533,7 +533,8 @@ def call_in_child(module: PolicyClientModule, results: Any) -> None:
 
 
 def test_it_goes_to_another_process() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     results = context.SimpleQueue()
     with InferenceServer(
         double, TRANSPORTS["distributed"](), policy_version_key="v", policy_version=2

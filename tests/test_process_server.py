@@ -95,9 +95,13 @@ def test_clients_made_before_and_after_the_start_are_served(kind: str) -> None:
         worker.call(roles.leave)
 
 
-def test_every_kind_is_served_from_a_spawned_process() -> None:
-    with ThreadPoolExecutor(len(KINDS)) as pool:
-        list(pool.map(serve_spawned, KINDS))
+def test_a_spawned_process_serves() -> None:
+    """Whether it is handed an address (``"distributed"`` is no other) or memory, as ``"process_slot"`` is in
+    test_process_server_ends.py.
+    """
+    kinds = ("queue", "shared_memory")
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        list(pool.map(serve_spawned, kinds))
 
 
 def serve_spawned(kind: str) -> None:

@@ -26,6 +26,8 @@ MAIN = 'if __name__ == "__main__":'
 
 OWNER = """
     from meshinfer.transport import INFERENCE_TRANSPORTS
+    from support import PRELOADED
+    multiprocessing.set_forkserver_preload(PRELOADED)
     rows = INFERENCE_TRANSPORTS
     kinds = sorted({row.kind for row in rows if "multiprocessing" in row.policy_backends})
     starts = [(kind, "forkserver") for kind in kinds] + [("process_slot", "spawn")]

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import process_roles as roles
@@ -26,9 +27,11 @@ from meshinfer import (
     PeerLostError,
     ProcessInferenceServer,
     ThreadInferenceServer,
+    TransportConfig,
 )
 from meshinfer.server.remote import RemoteInferenceServer
 from meshinfer.server.signature import ServerArguments, ThreadArguments
+from meshinfer.weights import WeightLayout
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ def _modules() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _faults() -> None:
+def _faults(monarch: None) -> None:
     """Of the processes that tests kill: monarch may tell of them when the test is long over, and ends pytest then."""
     import monarch.actor
 
@@ -129,6 +132,7 @@ def given() -> dict[str, Any]:
         "policy_version_key": ("of", "it"),
         "server_config": None,
         "device_config": None,
+        "weight_transport": TransportConfig("distributed", {"spec": Policy()}),
     }
 
 
@@ -154,6 +158,7 @@ def test_every_argument_reaches_the_server(backend: Any, monkeypatch: pytest.Mon
     def record(policy: Any, transport: Any, **arguments: Any) -> Any:
         made.append({"policy": policy, "transport": transport, **arguments})
         transport.close()
+        return SimpleNamespace(own_model=lambda: None)
 
     monkeypatch.setattr(meshinfer.server.setup, "ThreadInferenceServer", record)
     owner = {"process": ProcessInferenceServer, "monarch": MonarchInferenceServer}[backend]
@@ -167,6 +172,7 @@ def test_every_argument_reaches_the_server(backend: Any, monkeypatch: pytest.Mon
     assert type(found.pop("policy")) is Policy
     assert found.pop("transport").timeout == 20.0
     assert found.pop("collate_fn").__name__ == "double"
+    assert found.pop("weight_transport").layout == WeightLayout.from_spec(Policy())
     assert found == {
         "in_keys": ["a"],
         "out_keys": ["b"],

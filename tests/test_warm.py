@@ -11,7 +11,7 @@ import psutil
 import pytest
 from failure_scripts import Program, environment
 from support import wait_until
-from warm import VARIABLE, address, python_command
+from warm import VARIABLE, address, is_forked, python_command, stands_for
 
 SECONDS = 20.0
 
@@ -67,6 +67,17 @@ def test_a_program_has_an_environment_a_folder_and_a_session_of_its_own(tmp_path
     assert found.stdout.split() == ["here", "False", "True"], found.stderr
 
 
+def test_warnings_may_be_errors_and_python_another_one(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "print(sys.executable, flush=True); import warnings; warnings.warn('no')"
+    )
+    program = Program(["-W", "error", path], {"PYTHON_EXEC": "/some/python"})
+    found = program.ending(SECONDS)
+    program.close()
+    assert (found.code, found.stdout.split()) == (1, ["/some/python"])
+    assert "UserWarning: no" in found.stderr
+
+
 @pytest.mark.parametrize("code", [0, 5, -signal.SIGTERM])
 def test_a_stand_in_ends_as_its_program(tmp_path: Path, code: int) -> None:
     source = f"sys.exit({code})" if code >= 0 else "os.write(1, b'here'); signal.pause()"
@@ -76,6 +87,23 @@ def test_a_stand_in_ends_as_its_program(tmp_path: Path, code: int) -> None:
             assert running.stdout.read(4) == b"here"
             running.send_signal(-code)
         assert running.wait(SECONDS) == code
+
+
+def test_a_stand_in_without_arguments_is_what_a_host_of_monarch_starts(tmp_path: Path) -> None:
+    variables = {**os.environ, VARIABLE: str(address()), "PAR_MAIN_OVERRIDE": "this"}
+    command = [python_command(tmp_path)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, "Beautiful is better than ugly." in done.stdout) == (0, True)
+
+
+def test_a_stand_in_is_known_by_its_program(tmp_path: Path) -> None:
+    with stand_in(tmp_path, "os.write(1, b'%7d' % os.getpid()); signal.pause()") as running:
+        assert running.stdout is not None
+        pid = int(running.stdout.read(7))
+        assert is_forked(pid)
+        assert not is_forked(running.pid)
+        assert stands_for(psutil.Process(running.pid), pid)
+        running.kill()
 
 
 def test_a_killed_stand_in_takes_its_program_along(tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ def warm_python(hosts: Sequence[Host], folder: Path) -> Iterator[dict[str, str]]
         for host in hosts:
             stack.enter_context(_warm(host))
         path = f"{programs}:{os.environ['PATH']}"
-        yield {"PATH": path, "PYTHON_EXEC": str(python), VARIABLE: _SOCKET}
+        # The last is with what a host of monarch starts its processes, instead of what it runs itself.
+        pythons = dict.fromkeys(("PYTHON_EXEC", "FB_XAR_INVOKED_NAME"), str(python))
+        yield {"PATH": path, **pythons, VARIABLE: _SOCKET}
 
 
 @contextmanager

@@ -9,6 +9,7 @@ environment and pipes, which runs a file as ``__main__`` and ends as an interpre
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import shlex
@@ -17,9 +18,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
+
+import psutil
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -82,6 +86,26 @@ def python_command(folder: Path) -> str:
     return str(path)
 
 
+def monarch_command(python: str) -> tuple[str, list[str], dict[str, str]]:
+    """What monarch is to start processes with; ``python`` is from :func:`python_command`."""
+    return python, ["-m", "monarch._src.actor.bootstrap_main"], {VARIABLE: str(address())}
+
+
+@contextmanager
+def warm_monarch(python: str) -> Iterator[None]:
+    """The processes that monarch starts here meanwhile are forked, as programs are; it must not have been used before.
+
+    monarch itself is imported after the fork: it has threads from then on.
+    """
+    host_mesh = importlib.import_module("monarch._src.actor.host_mesh")
+    original = host_mesh._get_bootstrap_args
+    host_mesh._get_bootstrap_args = partial(monarch_command, python)
+    try:
+        yield
+    finally:
+        host_mesh._get_bootstrap_args = original
+
+
 @cache
 def _server() -> tuple[subprocess.Popen[bytes], Path]:
     folder = Path(tempfile.mkdtemp())
@@ -108,6 +132,16 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
 def address() -> Path:
     """Where the process to fork from listens; starts it when it is asked for first."""
     return _server()[1]
+
+
+def stands_for(process: psutil.Process, pid: int) -> bool:
+    """Whether it is a stand-in, and that what it had forked."""
+    return process.name() == str(pid)
+
+
+def is_forked(pid: int) -> bool:
+    """Whether the process was forked to be a program."""
+    return psutil.Process(pid).ppid() in standing()
 
 
 def standing() -> list[int]:

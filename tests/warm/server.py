@@ -16,6 +16,7 @@ import selectors
 import signal
 import socket
 import sys
+import warnings
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -113,7 +114,11 @@ def become(request: dict[str, Any], files: list[int]) -> CodeType | None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
     first, *sys.argv[:] = request["command"]
+    if first == "-W":
+        warnings.simplefilter(sys.argv.pop(0))  # type: ignore[arg-type]
+        first = sys.argv.pop(0)
     if first == "-m":
         sys.modules.pop(sys.argv[0], None)
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
