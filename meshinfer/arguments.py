@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import multiprocessing
+from collections.abc import Callable
 from multiprocessing.context import BaseContext
+from typing import Any
 
 import torch
 
-__all__ = ["as_context", "as_count", "as_device", "as_seconds"]
+__all__ = ["as_context", "as_count", "as_device", "as_seconds", "keyword_names"]
 
 
 def as_seconds(name: str, value: object, *, zero: bool = False) -> float:
@@ -72,3 +75,11 @@ def as_context(name: str, value: object) -> BaseContext:
         raise ValueError(f"{name}={value!r}: {expected}")
     context: BaseContext = multiprocessing.get_context(value or "spawn")
     return context
+
+
+def keyword_names(function: Callable[..., Any]) -> set[str] | None:
+    """Names that ``function`` takes by keyword; ``None`` when it takes any."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

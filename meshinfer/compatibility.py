@@ -1,4 +1,4 @@
-"""The compatibility table and the rules of ``auto`` in Markdown, as they stand in ``docs/transports.md``."""
+"""The compatibility tables and the rules of ``auto`` in Markdown, as they stand in ``docs/``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from meshinfer.transport import (
     PolicyBackend,
     TransportEntry,
 )
+from meshinfer.weights.resolver import WEIGHT_TRANSPORTS
 
-__all__ = ["auto_markdown", "compatibility_markdown", "service_markdown"]
+__all__ = ["auto_markdown", "compatibility_markdown", "service_markdown", "weights_markdown"]
 
 
 def compatibility_markdown() -> str:
@@ -37,6 +38,21 @@ def service_markdown() -> str:
         for service, topology in POLICY_BACKEND_OF.items()
     )
     return _markdown(("`service_backend`", "`policy_backend`", "`auto`", "`transport`"), cells)
+
+
+def weights_markdown() -> str:
+    """One line for each row of :data:`~meshinfer.weights.resolver.WEIGHT_TRANSPORTS`."""
+    cells = (
+        (
+            f"`{row.kind}`",
+            f"`{row.class_name}`",
+            _code_list(row.policy_backends),
+            _code_list(row.auto_in),
+            row.description,
+        )
+        for row in WEIGHT_TRANSPORTS
+    )
+    return _markdown(("kind", "class", "`policy_backend`", "`auto` in", "for"), cells)
 
 
 def _auto(topology: PolicyBackend) -> list[str]:

@@ -9,6 +9,7 @@ Locks on single bytes of that file tell who is alive: the kernel drops those of 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -24,13 +25,22 @@ import torch
 from torch import Tensor
 
 from meshinfer.errors import PeerLostError
+from meshinfer.semaphore import SEMAPHORE_BYTES, Semaphore
 
-__all__ = ["BlockHandle", "SharedBlock", "open_through"]
+__all__ = ["BlockHandle", "Cutter", "SharedBlock", "lined", "open_through"]
 
 _TOKEN_BYTES = 16
 _HEAD_BYTES = 64
 _FLOCK = struct.Struct("@hhqqi4x")
 _UNLIMITED = 1 << 60
+_LINE = 64
+_PAGE_BYTES = 4096
+_POPULATE_READ = 22
+"""``MADV_POPULATE_READ``: Linux 5.14."""
+_FEWER_SLOTS = "use fewer slots or smaller specs"
+
+_libc = ctypes.CDLL(None)  # lets go of the interpreter lock
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _opened: weakref.WeakValueDictionary[bytes, SharedBlock] = weakref.WeakValueDictionary()
 _opening = threading.RLock()
@@ -73,12 +83,13 @@ class SharedBlock:
         self._held: tuple[int, dict[int, object]] = os.getpid(), {}
 
     @classmethod
-    def create(cls, nbytes: int, purpose: str) -> SharedBlock:
+    def create(cls, nbytes: int, purpose: str, remedy: str = _FEWER_SLOTS) -> SharedBlock:
         """A new block of zeros.
 
         Args:
             nbytes: its size.
             purpose: what it is for, for errors.
+            remedy: what would make it smaller, for errors.
 
         Raises:
             OSError: there is not enough memory, or no descriptor; names what is needed and what is there.
@@ -98,7 +109,9 @@ class SharedBlock:
             os.posix_fallocate(descriptor, 0, total)
         except OSError as error:
             os.close(descriptor)
-            raise OSError(error.errno, _too_large(total, purpose, error.strerror)) from error
+            raise OSError(
+                error.errno, _too_large(total, purpose, error.strerror, remedy)
+            ) from error
         token = secrets.token_bytes(_TOKEN_BYTES)
         block = cls(descriptor, BlockHandle(os.getpid(), descriptor, token, nbytes))
         block.head.copy_(torch.frombuffer(bytearray(token), dtype=torch.uint8))
@@ -122,6 +135,13 @@ class SharedBlock:
     def address(self) -> int:
         """Of the first byte of :attr:`memory` in this process."""
         return self.memory.data_ptr()
+
+    def populate(self) -> None:
+        """Enter every page into this process's page tables, so that whoever reads it later is not held up."""
+        begin = self.head.data_ptr()
+        nbytes = _HEAD_BYTES + self.handle.nbytes
+        if _libc.madvise(begin, nbytes, _POPULATE_READ) != 0:  # an older kernel
+            self.memory[::_PAGE_BYTES].sum()
 
     def hold(self, byte: int) -> bool:
         """Take the lock on ``byte`` for this process, until it releases it or ends; ``False`` if somebody has it."""
@@ -165,6 +185,34 @@ class SharedBlock:
         return held
 
 
+class Cutter:
+    """Cuts consecutive pieces, each at a cache line, out of one memory."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._offset = 0
+
+    def tensor(self, nbytes: int) -> Tensor:
+        """The next ``nbytes``, as uint8."""
+        begin, self._offset = self._offset, self._offset + lined(nbytes)
+        return self._memory[begin : begin + nbytes]
+
+    def __call__(self, nbytes: int) -> memoryview:
+        """The next ``nbytes``."""
+        return memoryview(self.tensor(nbytes).numpy().data).cast("B")
+
+    def semaphores(self, count: int, create: bool) -> list[Semaphore]:
+        """The next ``count`` semaphores, each in a line of its own."""
+        address = self.tensor(count * SEMAPHORE_BYTES).data_ptr()
+        places = range(address, address + count * SEMAPHORE_BYTES, SEMAPHORE_BYTES)
+        return [Semaphore(place, create=create) for place in places]
+
+
+def lined(nbytes: int) -> int:
+    """What a :class:`Cutter` takes for ``nbytes``."""
+    return -(-nbytes // _LINE) * _LINE
+
+
 def _mapped(descriptor: int, nbytes: int) -> Tensor:
     try:
         return torch.from_file(
@@ -206,10 +254,10 @@ def _gone(pid: int) -> PeerLostError:
     )
 
 
-def _too_large(total: int, purpose: str, reason: Any) -> str:
+def _too_large(total: int, purpose: str, reason: Any, remedy: str) -> str:
     return (
-        f"{purpose} needs {total} bytes of shared memory: {reason}; use fewer slots or smaller specs, or raise the "
-        "memory limit of this machine or container"
+        f"{purpose} needs {total} bytes of shared memory: {reason}; {remedy}, or raise the memory limit of this "
+        "machine or container"
     )
 
 

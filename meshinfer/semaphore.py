@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["SEMAPHORE_BYTES", "Semaphore", "memory_fence"]
+__all__ = ["SEMAPHORE_BYTES", "Semaphore", "full_fence", "memory_fence"]
 
 SEMAPHORE_BYTES: Final = 64
 """Room for one: ``sem_t`` has at most 32 bytes, and a cache line of its own saves a fight over it."""
@@ -130,7 +130,10 @@ def _nothing() -> None:
     """Enough where stores are seen in the order in which they were made."""
 
 
+full_fence: Callable[[], None] = _make_fence()
+"""Between a store and a load of another word: of two processes that do both, one sees what the other has stored."""
+
 memory_fence: Callable[[], None] = (
-    _nothing if platform.machine() in ("x86_64", "AMD64", "i686") else _make_fence()
+    _nothing if platform.machine() in ("x86_64", "AMD64", "i686") else full_fence
 )
 """Between the bytes of a row and the word that announces them, on both sides."""

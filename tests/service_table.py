@@ -42,11 +42,16 @@ def start_shared(place: Place, folder: Path) -> Any:
     """A server whose policy stops at a gate when it is asked to; started."""
     os.mkfifo(folder / "gate")
     factory = functools.partial(Touchy, folder / "gate")
-    server = place.server(factory, "distributed", policy_version=4, static_batch_size=4)
+    weights = TransportConfig("distributed", {"spec": Policy(), "interface": "127.0.0.1"})
+    server = place.server(
+        factory, "distributed", policy_version=4, static_batch_size=4, weight_transport=weights
+    )
     assert (server.is_alive, server.policy_version) == (False, 4)
     assert "not started" in repr(server)
     assert "not started" in str(server.health().error)
     assert server.start() is server
+    with server.weight_transport.publisher() as publisher:
+        assert wait_until(lambda: publisher.subscribers == 1, SECONDS)
     return server
 
 
@@ -91,6 +96,20 @@ def weights_change_with_their_version(server: Any, place: Place, folder: Path) -
             server.update_model_weights(3)
         assert server.update_policy_weights_(Policy().state_dict(), version=4) == 4
         assert ask(client)["policy_version"].item() == server.policy_version == 4
+
+
+def weights_come_by_themselves(server: Any, place: Place, folder: Path) -> None:
+    """From one trainer, and from the next one, whose versions begin anew."""
+    server.stats(reset=True)
+    for before, weights, expected in ((8, Policy().like(5.0), 10.0), (3, Policy(), 1.0)):
+        with server.weight_transport.publisher(version=before) as publisher:
+            version = publisher.publish(weights)
+            publisher.wait(timeout=SECONDS_TO_LEARN)
+        with server.client() as client:
+            answer = client(request(1.0), SECONDS)
+        assert (answer["y"].item(), answer["policy_version"].item()) == (expected, version)
+        assert server.stats().policy_version == server.policy_version == version == before + 1
+    assert server.stats().weight_updates == 2
 
 
 def it_prepares_for_nobody_to_see(server: Any, place: Place, folder: Path) -> None:
@@ -138,6 +157,7 @@ SHARED: tuple[Callable[[Any, Place, Path], None], ...] = (
     it_serves_and_tells_how_it_is,
     it_is_what_was_asked_for,
     weights_change_with_their_version,
+    weights_come_by_themselves,
     it_prepares_for_nobody_to_see,
     exceptions_of_the_policy_reach_the_client,
     a_busy_policy_delays_nothing_but_updates,

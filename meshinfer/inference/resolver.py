@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 import os
@@ -11,6 +10,7 @@ from typing import Any, cast
 
 from tensordict import TensorDictBase
 
+from meshinfer.arguments import keyword_names
 from meshinfer.inference.nodes import node_address
 from meshinfer.inference.protocol import InferenceTransport
 from meshinfer.rendezvous import INTERFACE_VARIABLE
@@ -213,7 +213,7 @@ def _arguments(
     """Keyword arguments for ``factory``: the facts that it takes and the options it accepts."""
     known = {name: facts[name] for name in entry.takes if facts[name] is not None}
     others = {name: value for name, value in options.items() if name not in known}
-    accepted = _keyword_names(factory)
+    accepted = keyword_names(factory)
     unknown = sorted(others.keys() - accepted) if accepted is not None else []
     if accepted is not None and unknown:
         raise TypeError(
@@ -221,14 +221,6 @@ def _arguments(
             f" {listed(sorted(accepted - {*entry.takes}))}"
         )
     return {**known, **others}
-
-
-def _keyword_names(factory: Callable[..., Any]) -> set[str] | None:
-    """Names that ``factory`` takes by keyword; ``None`` when it takes any."""
-    parameters = inspect.signature(factory).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 register_transport_resolver("inference", make_inference_transport)

@@ -13,6 +13,9 @@ from meshinfer.mesh.groups import GroupSpec, RankGroup, assign_clients, split_wo
 from meshinfer.mesh.job_store import open_job_store
 from meshinfer.mesh.launcher import LaunchEnvironment
 from meshinfer.rendezvous import Directory
+from meshinfer.weights.direct import DirectWeights
+from meshinfer.weights.distributed import DistributedWeights
+from meshinfer.weights.protocol import WeightTransport
 
 __all__ = ["Mesh", "init_mesh"]
 
@@ -126,6 +129,56 @@ class Mesh:
             role="client",
             name=f"{name}/{assigned[self.rank]}",
             **common,
+        )
+
+    def weight_transport(
+        self,
+        spec: object,
+        *,
+        name: str = "weights",
+        publishers: str = "learner",
+        subscribers: str | Sequence[str] = "server",
+        **options: Any,
+    ) -> WeightTransport:
+        """This rank's end of what moves weights from the group ``publishers`` to the ``subscribers`` groups.
+
+        Args:
+            spec: the weights, the same on every rank; see :class:`~meshinfer.weights.distributed.DistributedWeights`.
+            name: of the weights; those of two models in one job need two names.
+            publishers: the group that trains. Where it has several ranks, its first one publishes for all of them.
+            subscribers: the groups that serve; the same group where each rank trains and serves by itself.
+            options: more arguments for the transport.
+
+        Returns:
+            A :class:`~meshinfer.weights.DirectWeights` where both groups are the same; else a
+            :class:`~meshinfer.weights.distributed.DistributedWeights` with role ``"publisher"`` or ``"subscriber"``.
+
+        Raises:
+            MeshError: this rank is in none of the groups or is not the one that publishes, or ranks have no way to find
+                each other.
+        """
+        first = self.group(publishers).ranks[0]
+        served = [subscribers] if isinstance(subscribers, str) else list(subscribers)
+        if not any(self.rank in self.group(each) for each in [publishers, *served]):
+            raise MeshError(
+                f"rank {self.rank} is in group {self.role!r}, which neither publishes nor subscribes to {name!r}; "
+                "name its group in publishers= or subscribers="
+            )
+        if served == [publishers]:
+            return DirectWeights(spec, **options)
+        publishes = self.role == publishers
+        if publishes and self.rank != first:
+            raise MeshError(
+                f"rank {self.rank} is not the first of group {publishers!r}: rank {first} publishes {name!r} for all "
+                "of them, so call weight_transport() there only"
+            )
+        return DistributedWeights(
+            spec,
+            role="publisher" if publishes else "subscriber",
+            name=name,
+            directory=self._find_directory(),
+            spans_hosts=publishes and self.environment.spans_hosts,
+            **{"rank": self.rank, "secret": self.secret, "interface": self.interface, **options},
         )
 
     def close(self) -> None:

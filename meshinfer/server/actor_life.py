@@ -29,7 +29,7 @@ _GONE_SECONDS = 10.0
 
 
 class ActorLife(ABC):
-    """A :class:`~meshinfer.server.remote.ServerLife` by way of a runtime's messages. For any thread.
+    """A :class:`~meshinfer.server.life.ServerLife` by way of a runtime's messages. For any thread.
 
     Args:
         version: of the policy at first.
@@ -105,7 +105,7 @@ class ActorLife(ABC):
         return None if self._where is None else self._where.host
 
     def wait_until_ready(self, timeout: float) -> None:
-        """Wait until it serves; see :class:`~meshinfer.server.remote.ServerLife`."""
+        """Wait until it serves; see :class:`~meshinfer.server.life.ServerLife`."""
         try:
             answer = self._await_start(timeout)
         except TimeoutError:
@@ -118,7 +118,7 @@ class ActorLife(ABC):
         self._ready = True
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> Any:
-        """What ``function(server, *arguments)`` returns there; see :class:`~meshinfer.server.remote.ServerLife`."""
+        """What ``function(server, *arguments)`` returns there; see :class:`~meshinfer.server.life.ServerLife`."""
         self._check_owner()
         message = pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL)
         if self.ended:
@@ -133,7 +133,7 @@ class ActorLife(ABC):
         return self._taken(answer)
 
     def stop(self, timeout: float) -> None:
-        """End it; see :class:`~meshinfer.server.remote.ServerLife`."""
+        """End it; see :class:`~meshinfer.server.life.ServerLife`."""
         self._stopping = True
         if self._owner != os.getpid():
             return

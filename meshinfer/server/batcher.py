@@ -5,24 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import attrgetter
-from typing import Any, Protocol
-
-import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from typing import Any
 
 from meshinfer.errors import ServerClosedError
-from meshinfer.inference.protocol import BatchedTransport, InferenceTransport, ServedTransport
-from meshinfer.inference.version import stamped
-from meshinfer.items import split_items, stack_items, structure_of
+from meshinfer.inference.protocol import InferenceTransport, ServedTransport
 from meshinfer.server.config import InferenceServerConfig
 from meshinfer.server.policy import ServedPolicy
-from meshinfer.server.static import StaticBatch, first_rows
+from meshinfer.server.sources import Source
 from meshinfer.server.stats import StatsRecorder
 
-__all__ = ["Batcher", "ItemSource", "RowSource"]
+__all__ = ["Batcher"]
 
 logger = logging.getLogger("meshinfer.server")
 
@@ -34,141 +28,6 @@ _INLINE_BATCHES = 4
 
 _INLINE_CLIENTS = 4
 """With more clients the hand-over costs less than it gains: requests gather meanwhile, and batches are larger."""
-
-
-class Source(Protocol):
-    """Requests as the batcher sees them; two ways to get them, one loop."""
-
-    def drain(self, max_items: int) -> list[Any]:
-        """Waiting requests, oldest first; each has ``arrived`` and ``interaction``."""
-
-    def alike(self, request: Any) -> Hashable:
-        """What the requests of one forward pass have in common."""
-
-    def gather(self, requests: Sequence[Any]) -> TensorDictBase:
-        """The policy's input."""
-
-    def scatter(
-        self, requests: Sequence[Any], results: TensorDictBase, version: int | None
-    ) -> None:
-        """Answer each request."""
-
-    def fail(self, request: Any, exc: BaseException) -> None:
-        """Answer one request with an exception."""
-
-
-class RowSource:
-    """A transport with fixed-layout rows: one gather and one scatter for a batch, through staging that is kept.
-
-    Args:
-        transport: has the rows.
-        capacity: requests in a batch, at most.
-        static: pads each batch to one size.
-    """
-
-    def __init__(
-        self, transport: BatchedTransport, capacity: int, static: StaticBatch | None = None
-    ) -> None:
-        self._transport = transport
-        self._static = static
-        self._requests = transport.request_batch(capacity)
-        self._responses = transport.response_batch(capacity)
-        self.drain: Callable[[int], list[Any]] = transport.drain_slots  # type: ignore[assignment]
-        self.fail: Callable[[Any, BaseException], None] = transport.resolve_exception
-        self.alike: Callable[[Any], Hashable] = attrgetter("interaction")
-
-    def gather(self, requests: Sequence[Any]) -> TensorDictBase:
-        """Copy the rows into staging; valid until the next call."""
-        batch = self._transport.gather_requests(requests, self._requests)
-        return batch if self._static is None else self._static.fill(batch, len(requests))
-
-    def scatter(
-        self, requests: Sequence[Any], results: TensorDictBase, version: int | None
-    ) -> None:
-        """Copy the results into staging and send each request its rows."""
-        if self._static is not None:
-            results = self._static.first(results, len(requests))
-        self._transport.resolve_batch(requests, results, self._responses, policy_version=version)
-
-
-class _Item:
-    """One request of a transport with dynamic payloads."""
-
-    __slots__ = ("arrived", "callback", "interaction", "kind", "payload")
-
-    def __init__(self, payload: TensorDictBase, callback: Any, arrived: float) -> None:
-        self.payload = payload
-        self.callback = callback
-        self.arrived = arrived
-        self.interaction: int = getattr(callback, "interaction", 0)
-        self.kind: Hashable = self.interaction
-
-
-class ItemSource:
-    """Any transport: requests are TensorDicts of their own, stacked and split again.
-
-    Requests of another structure are served in a forward pass of their own, so that none spoils its neighbours.
-
-    Args:
-        transport: of any kind.
-        collate: makes one TensorDict of a list, whatever their structures; its first dimension is the requests.
-            ``None`` stacks payloads of one structure, and merges their own batch dimensions with that of the requests.
-        version_key: where a result's policy version goes.
-        static_size: requests in each batch: the last one stands in for those that are missing.
-    """
-
-    def __init__(
-        self,
-        transport: InferenceTransport,
-        collate: Callable[[list[TensorDictBase]], TensorDictBase] | None,
-        version_key: tuple[str, ...] | None,
-        static_size: int | None = None,
-    ) -> None:
-        self._transport = transport
-        self._collate = collate
-        self._version_key = version_key
-        self._static_size = static_size
-        self.alike: Callable[[Any], Hashable] = attrgetter("kind")
-
-    def drain(self, max_items: int) -> list[_Item]:
-        """Waiting requests, oldest first."""
-        entries = zip(*self._transport.drain_with_timing(max_items), strict=True)
-        items = [_Item(*entry) for entry in entries]
-        if self._collate is None:
-            for item in items:
-                structure = getattr(item.callback, "structure", None)
-                item.kind = item.interaction, structure or structure_of(item.payload)
-        return items
-
-    def gather(self, requests: Sequence[_Item]) -> TensorDictBase:
-        """Collate the payloads."""
-        payloads = [item.payload for item in requests]
-        if self._static_size is not None:
-            payloads += [payloads[-1]] * (self._static_size - len(payloads))
-        if self._collate is None:
-            return stack_items(payloads)
-        batch = self._collate(payloads)
-        if not is_tensor_collection(batch):
-            raise TypeError(f"collate_fn returned {type(batch).__name__}, expected a TensorDict")
-        return batch
-
-    def scatter(
-        self, requests: Sequence[_Item], results: TensorDictBase, version: int | None
-    ) -> None:
-        """Split the results along their first dimension, and send each request its own."""
-        size = requests[0].payload.batch_size if self._collate is None else torch.Size()
-        if self._static_size is not None:
-            each = size.numel()
-            results = first_rows(results, len(requests) * each, self._static_size * each)
-        if version is not None and self._version_key is not None:
-            results = stamped(results, self._version_key, version)
-        replies = split_items(results, len(requests), size)
-        for item, reply in zip(requests, replies, strict=True):
-            self._transport.resolve(item.callback, reply)
-
-    def fail(self, request: _Item, exc: BaseException) -> None:
-        """Answer one request with an exception."""
-        self._transport.resolve_exception(request.callback, exc)
 
 
 class Batcher:
@@ -229,9 +88,20 @@ class Batcher:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """The right to use the model. Requests that arrive meanwhile are served afterwards."""
-        with self._policy.turn:
-            yield
-        self._hand_over()
+        try:
+            with self._policy.turn:
+                yield
+        finally:
+            self._hand_over()
+
+    def settle(self) -> None:
+        """Let an idle policy take the weights that are offered; one that computes takes them before its next batch."""
+        while self._policy.offer is not None and self._policy.turn.acquire(blocking=False):
+            try:
+                self._policy.take_offer()
+            finally:
+                self._policy.turn.release()
+        # Who has not got the turn now, lets go of it later, and looks then.
 
     def _run(self) -> None:
         try:
@@ -241,7 +111,9 @@ class Batcher:
                 if self._transport.wait_for_work(self._patience):
                     with self._policy.turn:
                         self._serve(self._collect())
-                elif self._served is not None and self._served.closed:
+                    if self._policy.offer is not None:
+                        self.settle()
+                elif self._is_closed():
                     break  # by somebody else
             with self._policy.turn:
                 self._refuse_waiting()
@@ -249,6 +121,8 @@ class Batcher:
             logger.exception("the serving thread failed")
             self.failure = error
             self._transport.close()
+        finally:
+            self.settle()
 
     def _lead(self) -> None:
         """A request has arrived, in the thread that calls: serve it here, unless somebody is serving."""
@@ -273,13 +147,19 @@ class Batcher:
         requests = drain(config.max_batch_size)
         while requests and len(requests) < config.min_batch_size and not self._stopping:
             left = requests[0].arrived + config.timeout - time.perf_counter()
-            if left <= 0 or not self._transport.wait_for_work(left):
-                requests += drain(config.max_batch_size - len(requests))
+            if left <= 0:
                 break
+            if not self._transport.wait_for_work(left) and self._is_closed():
+                break  # else it was woken for another reason, or the deadline has passed
             requests += drain(config.max_batch_size - len(requests))
         return requests
 
+    def _is_closed(self) -> bool:
+        return self._served is not None and self._served.closed
+
     def _serve(self, requests: list[Any]) -> None:
+        if self._policy.offer is not None:
+            self._policy.take_offer()
         if not requests:
             return
         kinds = list(map(self._source.alike, requests))
@@ -332,5 +212,7 @@ class Batcher:
 
     def _hand_over(self) -> None:
         """Whoever let go of the turn, or did not get it, looks once more: no request may be left to nobody."""
+        if self._policy.offer is not None:
+            self.settle()
         if self._served is not None and self._served.num_waiting:
             self._served.wake()

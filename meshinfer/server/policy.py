@@ -14,7 +14,11 @@ from torch import Tensor
 from meshinfer.inference.interaction import computing_under, decode_interaction
 from meshinfer.inference.version import Key
 from meshinfer.server.devices import DevicePass, check_available, device_of
+from meshinfer.server.swap import ServedWeights, WeightSwap, checked_module
 from meshinfer.server.weights import copy_weights
+from meshinfer.transport import TransportConfig
+from meshinfer.weights.protocol import WeightTransport
+from meshinfer.weights.resolver import make_weight_transport
 
 __all__ = ["ServedPolicy"]
 
@@ -47,6 +51,10 @@ class ServedPolicy:
         self.turn = threading.Lock()
         """Held by whoever serves a batch or changes the weights."""
         self.version = version
+        self.updates = 0
+        """How often the weights have changed."""
+        self.offer: WeightSwap | None = None
+        """Weights that wait for their turn: :meth:`take_offer`."""
         check_available("policy_device", device)
         if isinstance(model, torch.nn.Module):
             model = model if share_weights else _copied(model)
@@ -54,6 +62,9 @@ class ServedPolicy:
             device = device or device_of(model)
         self.device = device
         self._model = model
+        self._weights: ServedWeights | None = None
+        self.owns_model = not share_weights
+        """Whether nobody outside of the server has the model."""
         self._call = _as_tensordict_callable(model, in_keys, out_keys)
         self._prepared: list[tuple[TensorDictBase, int]] = []
         self.device_pass: DevicePass | None = None
@@ -100,15 +111,65 @@ class ServedPolicy:
             )
         return result
 
+    def weight_transport(
+        self, asked: WeightTransport | TransportConfig | str | None
+    ) -> WeightTransport | None:
+        """The weight transport that a user asked for, by default for the model's weights; checked.
+
+        Raises:
+            TypeError: the model has no named weights, or ``asked`` is something else.
+            ValueError: it has other weights, or there is no such transport.
+        """
+        if asked is None:
+            return None
+        spec = None
+        if isinstance(asked, str) or "spec" not in getattr(asked, "options", {"spec": None}):
+            spec = checked_module(self._model)
+        transport = make_weight_transport(asked, spec=spec)
+        self.weights_from(transport)
+        return transport
+
+    def weights_from(self, transport: WeightTransport) -> ServedWeights:
+        """What takes the versions of ``transport`` into the model; errors as for :class:`ServedWeights`."""
+        alias = bool(getattr(transport, "alias", False))
+        self._weights = ServedWeights(
+            self._model, transport.layout, own=self.owns_model, alias=alias
+        )
+        return self._weights
+
+    def take_offer(self) -> None:
+        """With :attr:`turn` held: the weights that are offered serve from now on."""
+        swap, self.offer = self.offer, None
+        if swap is None or self._weights is None:
+            return
+        try:
+            self._weights.apply(swap)
+            if swap.applied:
+                self.version = swap.update.version
+                self.updates += 1
+        finally:
+            swap.settled.set()
+
+    def own_weights(self) -> None:
+        """With :attr:`turn` held: the model has its weights for itself, and nothing of a weight transport's."""
+        if self._weights is not None:
+            self._weights.own()
+
     def load(self, weights: object, version: int | None) -> int:
         """With :attr:`turn` held: copy ``weights`` into the model; the new version."""
         return self.update(lambda model: copy_weights(model, weights), version)
 
     def update(self, change: Callable[[Any], object], version: int | None) -> int:
         """With :attr:`turn` held: let ``change`` alter the model; the new version."""
-        with torch.no_grad():
-            change(self._model)
+        self.own_weights()
+        try:
+            with torch.no_grad():
+                change(self._model)
+        finally:
+            if self._weights is not None:
+                self._weights.note_change()
         self.version = self.version + 1 if version is None else version
+        self.updates += 1
         return self.version
 
 

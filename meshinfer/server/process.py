@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from meshinfer.server.signature import ServerArguments
 
-__all__ = ["ProcessInferenceServer"]
+__all__ = ["ProcessInferenceServer", "check_may_start"]
 
 
 class ProcessInferenceServer(RemoteInferenceServer):
@@ -71,14 +71,14 @@ class ProcessInferenceServer(RemoteInferenceServer):
         return pickle.dumps
 
     def _begin(self, setup: ServerSetup) -> ServerProcess:
-        _check_may_start(self._context)
+        check_may_start(self._context)
         forked = self._context.get_start_method() == "fork"
         return ServerProcess(
             self._context, dataclasses.replace(setup, forked=forked), self._first_version
         )
 
 
-def _check_may_start(context: Any) -> None:
+def check_may_start(context: Any) -> None:
     """Raises :class:`RuntimeError` where a process of this context could not work, or not be started."""
     if context.get_start_method() == "fork" and _cuda_in_use():
         raise RuntimeError(

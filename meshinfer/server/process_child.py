@@ -23,7 +23,7 @@ from meshinfer.server.requests import encode_answer, encode_failure, health, nee
 from meshinfer.server.setup import ServerSetup
 from meshinfer.server.thread import ThreadInferenceServer
 
-__all__ = ["READY", "run_server"]
+__all__ = ["READY", "end_with_parent", "run_server"]
 
 logger = logging.getLogger("meshinfer.server")
 
@@ -40,7 +40,7 @@ def run_server(connection: Connection, setup: ServerSetup) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has its parent's handler
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _end_with_parent()
+    end_with_parent()
     answers = _Answers(connection)
     try:
         server = setup.build().start()
@@ -119,7 +119,7 @@ def _heed_sigterm() -> int:
     return noticed
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """However the parent ends, this process ends too, whatever it is doing."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:

@@ -24,7 +24,7 @@ from meshinfer.server.lifetime import describe_exit, end_of_process
 from meshinfer.server.process_child import READY, run_server
 from meshinfer.server.setup import ServerSetup
 
-__all__ = ["ServerProcess"]
+__all__ = ["ServerProcess", "interrupts_held_back"]
 
 logger = logging.getLogger("meshinfer.server")
 
@@ -234,7 +234,7 @@ def _start(context: Any, setup: ServerSetup) -> tuple[Connection, Any]:
     ours, theirs = context.Pipe()
     try:
         process = context.Process(target=run_server, args=(theirs, setup), name="meshinfer-server")
-        with _interrupts_held_back(context):
+        with interrupts_held_back(context):
             process.start()
     except BaseException:
         ours.close()
@@ -245,7 +245,7 @@ def _start(context: Any, setup: ServerSetup) -> tuple[Connection, Any]:
 
 
 @contextlib.contextmanager
-def _interrupts_held_back(context: Any) -> Iterator[None]:
+def interrupts_held_back(context: Any) -> Iterator[None]:
     """The new process does not see Ctrl-C before it has learnt to ignore it.
 
     Not for a fork server, which this call may start: it would pass the mask on to every other process.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshinfer.server.weights import named_weights
+from meshinfer.weights.names import named_weights
 
 __all__ = ["PackedTensor", "pack_weights", "unpack_weights"]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -24,6 +25,7 @@ from meshinfer.server.config import (
     merged_config,
     merged_devices,
 )
+from meshinfer.server.life import ServerLife
 from meshinfer.server.lifetime import NOT_STARTED, ServerHealth
 from meshinfer.server.pickled import Pickler, pickled_function
 from meshinfer.server.process_weights import pack_weights
@@ -31,62 +33,17 @@ from meshinfer.server.server import InferenceServer
 from meshinfer.server.setup import ServerSetup
 from meshinfer.server.split import SplitTransport, split_transport
 from meshinfer.server.stats import ServerStats
-from meshinfer.transport import POLICY_BACKEND_OF, TransportConfig
+from meshinfer.transport import POLICY_BACKEND_OF, PolicyBackend, TransportConfig
+from meshinfer.weights.protocol import WeightTransport
+from meshinfer.weights.resolver import make_weight_transport
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RemoteInferenceServer", "ServerLife"]
+__all__ = ["RemoteInferenceServer"]
 
 _EXIT_PRIORITY = 100
 """Before multiprocessing waits for processes that have not ended."""
-
-
-class ServerLife(Protocol):
-    """One life of a server, from its start to its end, as its owner sees it. The methods are for any thread."""
-
-    @property
-    def policy_version(self) -> int:
-        """The last that is known."""
-
-    @property
-    def pid(self) -> int | None:
-        """Of its process, where that is; ``None`` while it is not known."""
-
-    @property
-    def exitcode(self) -> int | None:
-        """Of its process, where that is told."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is over."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the server serves, as far as is known. Never waits."""
-
-    def wait_until_ready(self, timeout: float) -> None:
-        """Wait until it serves.
-
-        Raises:
-            TimeoutError: it does not yet after ``timeout`` seconds.
-            PeerLostError: it has ended.
-            Exception: what the policy factory, or the server's construction, raised.
-        """
-
-    def call(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> Any:
-        """What ``function(server, *arguments)``, one of :mod:`~meshinfer.server.requests`, returns or raises there.
-
-        Raises:
-            TimeoutError: no answer after ``timeout`` seconds; what was asked may still happen.
-            PeerLostError: the server's process has ended.
-        """
-
-    def stop(self, timeout: float) -> None:
-        """End it: in good order if it can, by force otherwise; ``timeout`` seconds for the batch in hand.
-
-        Returns when it has gone.
-        """
 
 
 class RemoteInferenceServer(InferenceServer):
@@ -110,6 +67,10 @@ class RemoteInferenceServer(InferenceServer):
         policy_device, output_device, device_config: where the model computes, and where replies go.
         policy_version: of the weights that the factory makes.
         policy_version_key: where clients find the version that computed their reply, ``None`` for nowhere.
+        weight_transport: where new weights come from by themselves: a ready
+            :class:`~meshinfer.weights.protocol.WeightTransport` that reaches the server there, or a
+            :class:`~meshinfer.transport.TransportConfig` with the weights' ``spec`` among its options. The trainer
+            publishes by ``server.weight_transport.publisher(...)``; ``shutdown`` closes a transport that was made here.
         startup_timeout: seconds for the server to start and the factory to return.
 
     Raises:
@@ -141,6 +102,7 @@ class RemoteInferenceServer(InferenceServer):
         policy_version_key: Key | None = "policy_version",
         server_config: InferenceServerConfig | None = None,
         device_config: InferenceDeviceConfig | None = None,
+        weight_transport: WeightTransport | TransportConfig | str | None = None,
         startup_timeout: float = 300.0,
     ) -> None:
         dumps = self._pickler()
@@ -172,21 +134,33 @@ class RemoteInferenceServer(InferenceServer):
         self._closed = False
         self._request_spec = request_spec
         self._lives: list[ServerLife] = []
+        policy_backend = POLICY_BACKEND_OF[self.service_backend]
         self._split = split_transport(
             transport,
-            policy_backend=POLICY_BACKEND_OF[self.service_backend],
+            policy_backend=policy_backend,
             num_slots=num_slots,
             request_spec=request_spec,
             response_spec=response_spec,
             transport_options=transport_options,
         )
+        try:
+            self.weight_transport = _weights_there(weight_transport, policy_backend)
+        except BaseException:
+            if self._split.config is not None:
+                self._split.close()
+            raise
+        ready = self.weight_transport is weight_transport
         # this process's side: it makes clients, and serves nobody
         self.transport = self._split.clients
         self.transport_config = self._split.config
         self._owner = os.getpid()
         self._finalizer = Finalize(
-            self, _end, (self._lives, self._split), exitpriority=_EXIT_PRIORITY
+            self,
+            _end,
+            (self._lives, self._split, None if ready else self.weight_transport),
+            exitpriority=_EXIT_PRIORITY,
         )
+        self._made_weights = None if ready else self.weight_transport
 
     @property
     def is_alive(self) -> bool:
@@ -200,7 +174,7 @@ class RemoteInferenceServer(InferenceServer):
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that serve now."""
+        """Of the weights that serve now, as of the last answer: of ``stats``, ``health`` or an update."""
         return self._lives[-1].policy_version if self._lives else self._first_version
 
     def start(self) -> Self:
@@ -247,7 +221,7 @@ class RemoteInferenceServer(InferenceServer):
                 return
             self._closed = True
         self._finalizer.cancel()
-        _end(self._lives, self._split, timeout)
+        _end(self._lives, self._split, self._made_weights, timeout)
 
     def update_model_weights(
         self, weights: Any, version: int | None = None, timeout: float = 60.0
@@ -344,11 +318,13 @@ class RemoteInferenceServer(InferenceServer):
         return bool(self._lives) and not self._lives[-1].ended
 
     def _setup(self) -> ServerSetup:
+        weights = self.weight_transport
         return ServerSetup(
             policy_factory=self._factory,
             open_transport=self._split.server_opener(),
             arguments=self._arguments,
             collate_fn=self._collate,
+            weight_transport=None if weights is None else pickle.dumps(weights),
         )
 
     def _call(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> Any:
@@ -359,8 +335,31 @@ class RemoteInferenceServer(InferenceServer):
         return self._lives[-1].call(function, *arguments, timeout=timeout)
 
 
-def _end(lives: list[ServerLife], transport: SplitTransport, timeout: float = 5.0) -> None:
+def _weights_there(
+    asked: WeightTransport | TransportConfig | str | None, policy_backend: PolicyBackend
+) -> WeightTransport | None:
+    """The weight transport that was asked for; :class:`TypeError` for one that does not leave this process."""
+    if asked is None:
+        return None
+    found = make_weight_transport(asked, policy_backend=policy_backend)
+    try:
+        pickle.dumps(found)
+    except Exception as error:  # a class may raise anything while it is pickled
+        raise TypeError(
+            f"weight_transport: the {type(found).__name__} cannot be sent to the server: {error}"
+        ) from error
+    return found
+
+
+def _end(
+    lives: list[ServerLife],
+    transport: SplitTransport,
+    weights: WeightTransport | None,
+    timeout: float = 5.0,
+) -> None:
     """End without the server, also when it is collected or the interpreter exits."""
     for life in lives:
         life.stop(timeout)
     transport.close()
+    if weights is not None:
+        weights.close()

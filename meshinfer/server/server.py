@@ -11,6 +11,7 @@ from meshinfer.inference.protocol import InferenceClient, InferenceTransport
 from meshinfer.inference.resolver import inference_transport_kind
 from meshinfer.server.config import InferenceServerConfig
 from meshinfer.transport import TransportConfig
+from meshinfer.weights.protocol import WeightTransport
 
 if TYPE_CHECKING:
     from tensordict.nn import InteractionType
@@ -70,6 +71,7 @@ class InferenceServer(metaclass=_Placed):
     config: InferenceServerConfig
     transport: InferenceTransport
     transport_config: TransportConfig | None
+    weight_transport: WeightTransport | None
     _closed: bool
 
     if TYPE_CHECKING:  # for readers of types: mypy refuses calls of a class that is abstract

@@ -25,6 +25,7 @@ class ServerSetup:
         arguments: further ones of :class:`~meshinfer.server.thread.ThreadInferenceServer`, by name.
         forked: whether the process shares the memory of its parent, and with it the remains of its threads.
         collate_fn: pickled, if there is one.
+        weight_transport: pickled, if there is one.
     """
 
     policy_factory: bytes
@@ -32,6 +33,7 @@ class ServerSetup:
     arguments: Mapping[str, Any]
     forked: bool = False
     collate_fn: bytes | None = None
+    weight_transport: bytes | None = None
 
     def build(self) -> ThreadInferenceServer:
         """The policy first: no client finds a server that has none."""
@@ -40,11 +42,18 @@ class ServerSetup:
             torch.set_num_threads(1)
         collate = None if self.collate_fn is None else _unpickled("collate_fn", self.collate_fn)
         policy = _unpickled("policy_factory", self.policy_factory)()
+        weights = self.weight_transport
         transport = self.open_transport()
         try:
-            return ThreadInferenceServer(
-                policy, transport, share_weights=True, collate_fn=collate, **self.arguments
+            server = ThreadInferenceServer(
+                policy,
+                transport,
+                share_weights=True,
+                collate_fn=collate,
+                weight_transport=None if weights is None else pickle.loads(weights),
+                **self.arguments,
             )
+            return server.own_model()
         except BaseException:
             transport.close()
             raise

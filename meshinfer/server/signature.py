@@ -10,6 +10,8 @@ from tensordict import TensorDictBase
 
 from meshinfer.inference.version import Key
 from meshinfer.server.config import InferenceDeviceConfig, InferenceServerConfig
+from meshinfer.transport import TransportConfig
+from meshinfer.weights.protocol import WeightTransport
 
 __all__ = ["ServerArguments", "ThreadArguments"]
 
@@ -34,6 +36,7 @@ class ServerArguments(TypedDict, total=False):
     policy_version_key: Key | None
     server_config: InferenceServerConfig | None
     device_config: InferenceDeviceConfig | None
+    weight_transport: WeightTransport | TransportConfig | str | None
 
 
 class ThreadArguments(ServerArguments, total=False):

@@ -40,6 +40,8 @@ class ServerStats:
     clients: int
     """Connected now."""
     policy_version: int
+    weight_updates: int = 0
+    """How often the weights have changed, in whatever way."""
 
 
 class StatsRecorder:
@@ -47,6 +49,7 @@ class StatsRecorder:
 
     def __init__(self, window: int) -> None:
         self._window = window
+        self._updates_before = 0
         self._lock = threading.Lock()
         self._clear()
 
@@ -74,8 +77,10 @@ class StatsRecorder:
             self._requests += requests
             self._errors += requests
 
-    def snapshot(self, *, clients: int, policy_version: int, reset: bool) -> ServerStats:
-        """Everything so far; ``reset`` begins anew."""
+    def snapshot(
+        self, *, clients: int, policy_version: int, weight_updates: int, reset: bool
+    ) -> ServerStats:
+        """Everything so far; ``reset`` begins anew. ``weight_updates`` are those since the server was made."""
         with self._lock:
             seconds = max(time.perf_counter() - self._since, 1e-9)
             queue, forward = _percentiles(self._queue), _percentiles(self._forward)
@@ -97,8 +102,10 @@ class StatsRecorder:
                 idle_fraction=max(0.0, 1.0 - self._busy / seconds),
                 clients=clients,
                 policy_version=policy_version,
+                weight_updates=weight_updates - self._updates_before,
             )
             if reset:
+                self._updates_before = weight_updates
                 self._clear()
         return found
 

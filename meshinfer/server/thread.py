@@ -15,13 +15,12 @@ from tensordict.nn import InteractionType
 from meshinfer.arguments import as_count, as_seconds
 from meshinfer.inference.interaction import encode_interaction
 from meshinfer.inference.protocol import (
-    BatchedTransport,
     InferenceTransport,
     ServedTransport,
 )
 from meshinfer.inference.resolver import make_inference_transport
 from meshinfer.inference.version import Key, as_key
-from meshinfer.server.batcher import Batcher, ItemSource, RowSource, Source
+from meshinfer.server.batcher import Batcher
 from meshinfer.server.config import (
     InferenceDeviceConfig,
     InferenceServerConfig,
@@ -30,11 +29,14 @@ from meshinfer.server.config import (
 )
 from meshinfer.server.devices import device_pass
 from meshinfer.server.lifetime import NOT_STARTED, ServerHealth
+from meshinfer.server.parts import ServerParts
 from meshinfer.server.policy import ServedPolicy
 from meshinfer.server.server import InferenceServer
-from meshinfer.server.static import StaticBatch, example_batch
+from meshinfer.server.sources import make_source
+from meshinfer.server.static import example_batch
 from meshinfer.server.stats import ServerStats, StatsRecorder
 from meshinfer.transport import TransportConfig, as_transport_config
+from meshinfer.weights.protocol import WeightTransport
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,6 +69,8 @@ class ThreadInferenceServer(InferenceServer):
         policy_version: of the weights that ``model`` has now.
         policy_version_key: where clients find the version that computed their reply, ``None`` for nowhere.
         share_weights: serve ``model`` itself instead of a copy.
+        weight_transport: where new weights come from: a ready :class:`~meshinfer.weights.protocol.WeightTransport`, or
+            a kind or config, for the weights of ``model``. The trainer has ``server.weight_transport.publisher()``.
         request_spec, response_spec, transport_options: for a transport that is made here.
         server_config: the batching arguments as one object, instead of ``max_batch_size``, ``min_batch_size``,
             ``timeout`` and ``static_batch_size``.
@@ -96,6 +100,7 @@ class ThreadInferenceServer(InferenceServer):
         policy_version: int = 0,
         policy_version_key: Key | None = "policy_version",
         share_weights: bool = False,
+        weight_transport: WeightTransport | TransportConfig | str | None = None,
         request_spec: Any = None,
         response_spec: Any = None,
         transport_options: Mapping[str, Any] | None = None,
@@ -136,7 +141,8 @@ class ThreadInferenceServer(InferenceServer):
             self._policy.device_pass = device_pass(
                 self.transport, self._policy.device, devices.server_output_device()
             )
-        except ValueError:
+            self.weight_transport = self._policy.weight_transport(weight_transport)
+        except (ValueError, TypeError):
             if asked:
                 self.transport.close()
             raise
@@ -145,10 +151,13 @@ class ThreadInferenceServer(InferenceServer):
         self._request_spec = request_spec
         self._stats = StatsRecorder(self.config.stats_window)
         self._batcher: Batcher | None = None
+        self._parts = ServerParts(
+            self.transport, self.weight_transport, self.weight_transport is not weight_transport
+        )
         self._closed = False
         if isinstance(self.transport, ServedTransport):
             self.transport.policy_version_key = self.policy_version_key
-        self._finalizer = weakref.finalize(self, _stop, None, self.transport)
+        self._finalizer = weakref.finalize(self, self._parts.stop)
 
     @property
     def is_alive(self) -> bool:
@@ -165,15 +174,12 @@ class ThreadInferenceServer(InferenceServer):
 
         Raises:
             RuntimeError: it was started before.
-            ClosedError: it was shut down.
+            ClosedError: it was shut down, or its ``weight_transport`` was closed.
         """
         self._check_open()
         if self._batcher is not None:
             raise RuntimeError("the server was started already")
-        self._batcher = self._make_batcher()
-        self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _stop, self._batcher, self.transport)
-        self._batcher.start()
+        self._batcher = self._parts.start(self._make_batcher(), self._policy)
         return self
 
     def serve(self, num_clients: int | None = None, timeout: float | None = None) -> None:
@@ -225,8 +231,7 @@ class ThreadInferenceServer(InferenceServer):
             return
         self._closed = True
         self._finalizer.detach()
-        stopped = _stop(self._batcher, self.transport, timeout)
-        if not stopped:
+        if not self._parts.stop(timeout):
             raise TimeoutError(
                 f"the policy was still computing {timeout:g} s after shutdown() was called"
             )
@@ -300,7 +305,10 @@ class ThreadInferenceServer(InferenceServer):
         """What has been served; ``reset=True`` begins anew."""
         clients = int(getattr(self.transport, "num_clients", 0))
         return self._stats.snapshot(
-            clients=clients, policy_version=self._policy.version, reset=reset
+            clients=clients,
+            policy_version=self._policy.version,
+            weight_updates=self._policy.updates,
+            reset=reset,
         )
 
     def __repr__(self) -> str:
@@ -311,24 +319,22 @@ class ThreadInferenceServer(InferenceServer):
     def _was_started(self) -> bool:
         return self._batcher is not None
 
+    def own_model(self) -> Self:
+        """Before :meth:`start`, by who has made the model for this server and for nobody else; returns the server."""
+        self._policy.owns_model = True
+        return self
+
     def _make_batcher(self) -> Batcher:
+        device, key = self._policy.device, self.policy_version_key
         return Batcher(
             self.transport,
-            self._make_source(),
+            make_source(self.transport, self.config, self._collate, key, device),
             self._policy,
             self.config,
             self._stats,
-            stamp=self.policy_version_key is not None,
+            stamp=key is not None,
             inline=self._serves_inline(),
         )
-
-    def _make_source(self) -> Source:
-        size = self.config.static_batch_size
-        if self._collate is None and isinstance(self.transport, BatchedTransport):
-            pinned = getattr(self._policy.device, "type", None) == "cuda"
-            static = None if size is None else StaticBatch(size, pinned=pinned)
-            return RowSource(self.transport, self.config.max_batch_size, static)
-        return ItemSource(self.transport, self._collate, self.policy_version_key, size)
 
     def _turn(self) -> AbstractContextManager[object]:
         """The right to use the model: between batches, or before there are any."""
@@ -339,10 +345,3 @@ class ThreadInferenceServer(InferenceServer):
             return self.config.inline
         on_cpu = self._policy.device is None or self._policy.device.type == "cpu"
         return on_cpu and self.config.min_batch_size == 1 and torch.get_num_threads() == 1
-
-
-def _stop(batcher: Batcher | None, transport: InferenceTransport, timeout: float = 5.0) -> bool:
-    """Stop without the server, also when it is collected or the interpreter exits."""
-    stopped = batcher is None or batcher.stop(timeout)
-    transport.close()
-    return stopped

@@ -30,12 +30,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-from torch import Tensor
 
 from meshinfer.errors import PeerLostError, ServerClosedError, TransportError
 from meshinfer.layout import PayloadLayout
-from meshinfer.memory import BlockHandle, SharedBlock
-from meshinfer.semaphore import SEMAPHORE_BYTES, Semaphore
+from meshinfer.memory import BlockHandle, Cutter, SharedBlock, lined
+from meshinfer.semaphore import SEMAPHORE_BYTES
 from meshinfer.slots import SlotBank
 
 __all__ = ["NO_VERSION", "Board", "BoardHandle", "Kind", "Request", "Response", "new_identifier"]
@@ -145,7 +144,7 @@ class Board:
         self.block = block
         self.num_slots = num_slots
         self.handle = BoardHandle(block.handle, request_layout, response_layout, num_slots)
-        take = _Cutter(block.memory)
+        take = Cutter(block.memory)
         self._words = take(_LINE).cast("q")
         self._key = take(_KEY_BYTES)
         self.busy = take(num_slots)
@@ -170,7 +169,7 @@ class Board:
         cls, request_layout: PayloadLayout, response_layout: PayloadLayout, num_slots: int
     ) -> Board:
         """A new board, owned by this process; errors as in :meth:`~meshinfer.memory.SharedBlock.create`."""
-        nbytes = _LINE + _KEY_BYTES + 2 * _lined(num_slots) + 2 * _lined(4 * num_slots)
+        nbytes = _LINE + _KEY_BYTES + 2 * lined(num_slots) + 2 * lined(4 * num_slots)
         nbytes += (3 + num_slots) * SEMAPHORE_BYTES
         nbytes += SlotBank.nbytes(request_layout, num_slots)
         nbytes += SlotBank.nbytes(response_layout, num_slots, min_row_bytes=_ROOM_FOR_ERRORS)
@@ -186,6 +185,11 @@ class Board:
         """Whether nobody serves any more, and said so."""
         words = self._words
         return bool(words[_CLOSED] or words[_LEFT])
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody will serve ever again."""
+        return bool(self._words[_CLOSED])
 
     @property
     def served(self) -> bool:
@@ -265,27 +269,3 @@ class Board:
         if len(text) > _KEY_BYTES:
             raise ValueError(f"policy_version_key: expected a shorter key, found {len(text)} bytes")
         self._key[:] = text.ljust(_KEY_BYTES, b"\0")
-
-
-class _Cutter:
-    """Cuts consecutive pieces, each at a cache line, out of one memory."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self._offset = 0
-
-    def tensor(self, nbytes: int) -> Tensor:
-        begin, self._offset = self._offset, self._offset + _lined(nbytes)
-        return self._memory[begin : begin + nbytes]
-
-    def __call__(self, nbytes: int) -> memoryview:
-        return memoryview(self.tensor(nbytes).numpy().data).cast("B")
-
-    def semaphores(self, count: int, create: bool) -> list[Semaphore]:
-        address = self.tensor(count * SEMAPHORE_BYTES).data_ptr()
-        places = range(address, address + count * SEMAPHORE_BYTES, SEMAPHORE_BYTES)
-        return [Semaphore(place, create=create) for place in places]
-
-
-def _lined(nbytes: int) -> int:
-    return -(-nbytes // _LINE) * _LINE

@@ -115,6 +115,11 @@ class SharedTransport(RowwiseTransport, Generic[C]):
     # For the server.
 
     @property
+    def closed(self) -> bool:
+        """Whether it was closed, here or by the process that made it."""
+        return self._closed or self._board.ended
+
+    @property
     def num_waiting(self) -> int:
         """Requests that are ready now."""
         return self._server().num_waiting

@@ -20,6 +20,8 @@ from meshinfer.mesh.monarch.wiring import PostedTransport, ServerPlace, client_s
 from meshinfer.optional import load_monarch
 from meshinfer.rendezvous import given_secret
 from meshinfer.transport import TransportConfig, as_transport_config
+from meshinfer.weights.protocol import WeightTransport
+from meshinfer.weights.resolver import make_weight_transport
 
 if TYPE_CHECKING:
     from meshinfer.mesh.monarch.crew import Crew
@@ -133,6 +135,7 @@ class MonarchMesh:
         request_spec: TensorDictBase | None = None,
         response_spec: TensorDictBase | None = None,
         transport_options: Mapping[str, Any] | None = None,
+        weight_transport: WeightTransport | TransportConfig | str | None = None,
         **arguments: Any,
     ) -> MonarchServer:
         """Serve a policy on every rank of a group, and wait until it is served.
@@ -147,6 +150,8 @@ class MonarchMesh:
             name: of the policy; two policies need two names.
             request_spec, response_spec: for ``"distributed"``.
             transport_options: for the transport; ``host`` and ``interface`` say where ``"distributed"`` listens.
+            weight_transport: where every server gets new weights from; as for
+                :class:`~meshinfer.MonarchInferenceServer`.
             arguments: more for :class:`~meshinfer.InferenceServer`: batching, ``in_keys``, devices.
 
         Raises:
@@ -159,6 +164,9 @@ class MonarchMesh:
         assigned = self._assign(group, self._client_groups(servers, clients))
         specs = {"request_spec": request_spec, "response_spec": response_spec}
         facts = {key: spec for key, spec in specs.items() if spec is not None}
+        weights = weight_transport
+        if weights is not None:  # one for all of them
+            weights = make_weight_transport(weights, policy_backend="monarch")
 
         def make(rank: int, server: str, begin: Callable[[], Any]) -> RankServer:
             from meshinfer.mesh.monarch.service import RankServer
@@ -167,9 +175,16 @@ class MonarchMesh:
                 config, server, facts, lambda: self._place(group, rank, assigned)
             )
             ours = {"policy_factory": policy_factory, "startup_timeout": self._timeout, **made}
+            ours["weight_transport"] = weights
             return RankServer(server, begin, **{**ours, **arguments})
 
-        service = self._crew.begin_service(name, group, make)
+        try:
+            service = self._crew.begin_service(name, group, make)
+        except BaseException:
+            if weights is not None and weights is not weight_transport:
+                weights.close()
+            raise
+        service.made_weights = None if weights is weight_transport else weights
         sides = [client_side(server.transport) for server in service.servers]
         return MonarchServer(self._crew.token, name, sides, assigned, service)
 

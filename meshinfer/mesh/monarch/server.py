@@ -15,6 +15,7 @@ from meshinfer.mesh.monarch.board import board_of
 from meshinfer.mesh.monarch.wiring import ClientSide
 from meshinfer.server.lifetime import ServerHealth
 from meshinfer.server.stats import ServerStats
+from meshinfer.weights.protocol import WeightTransport
 
 if TYPE_CHECKING:
     from meshinfer.mesh.monarch.service import Service
@@ -103,6 +104,11 @@ class MonarchServer:
     def policy_version(self) -> int:
         """Of the weights that serve now; the lowest, where servers differ."""
         return min(server.policy_version for server in self._owned().servers)
+
+    @property
+    def weight_transport(self) -> WeightTransport | None:
+        """Where the servers get new weights from: the trainer publishes by its ``publisher()``."""
+        return self._owned().servers[0].weight_transport
 
     def start(self) -> MonarchServer:
         """Serve again where a server has died; returns the handle.

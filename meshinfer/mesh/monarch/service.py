@@ -17,6 +17,7 @@ from meshinfer.server.monarch_control import ServerActorLife
 from meshinfer.server.pickled import Pickler
 from meshinfer.server.remote import RemoteInferenceServer
 from meshinfer.server.setup import ServerSetup
+from meshinfer.weights.protocol import WeightTransport
 
 __all__ = ["Landlord", "RankServer", "Service"]
 
@@ -100,6 +101,8 @@ class Service:
     ) -> None:
         self.group = group
         self.closed = False
+        self.made_weights: WeightTransport | None = None
+        """To be closed with the servers."""
         self._name = name
         self._landlord = landlord
         self._lock = threading.RLock()
@@ -155,6 +158,8 @@ class Service:
         finally:
             for server in self.servers:
                 self._landlord.tell(server.name, Notice(closed=True))
+            if self.made_weights is not None:
+                self.made_weights.close()
             self._landlord.forget_service(self)
 
     def __str__(self) -> str:
