@@ -10,8 +10,10 @@ import logging
 
 from meshinfer._version import __version__
 from meshinfer.clients import PolicyClientModule
+from meshinfer.collect import AsyncBatchedCollector, CollectorStats
 from meshinfer.errors import (
     ClosedError,
+    EnvironmentFailedError,
     MeshError,
     MeshInferError,
     PeerLostError,
@@ -53,11 +55,24 @@ from meshinfer.transport import (
     register_transport_resolver,
     resolve_transport,
 )
+from meshinfer.weights import (
+    DirectWeights,
+    WeightLayout,
+    WeightPublisher,
+    WeightSubscriber,
+    WeightTransport,
+    WeightUpdate,
+    make_weight_transport,
+)
 
 __all__ = [
+    "AsyncBatchedCollector",
     "ClosedError",
+    "CollectorStats",
+    "DirectWeights",
     "DistributedClient",
     "DistributedTransport",
+    "EnvironmentFailedError",
     "InferenceClient",
     "InferenceDeviceConfig",
     "InferenceFuture",
@@ -89,11 +104,17 @@ __all__ = [
     "TransportConfig",
     "TransportError",
     "TransportKind",
+    "WeightLayout",
+    "WeightPublisher",
+    "WeightSubscriber",
+    "WeightTransport",
+    "WeightUpdate",
     "__version__",
     "as_transport_config",
     "inference_transport_kind",
     "init_mesh",
     "make_inference_transport",
+    "make_weight_transport",
     "normalize_transport_kind",
     "register_transport_resolver",
     "resolve_transport",

@@ -4,6 +4,7 @@
 
     MeshInferError
     ├── MeshError            (also ValueError)    the launcher's environment or the rank groups do not fit
+    ├── EnvironmentFailedError                    an environment of a collector raised, or its process died
     └── TransportError
         ├── ClosedError                           you closed it, and used it again
         ├── ServerClosedError                     the server said goodbye before it answered
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 __all__ = [
     "ClosedError",
+    "EnvironmentFailedError",
     "MeshError",
     "MeshInferError",
     "PeerLostError",
@@ -35,6 +37,33 @@ class MeshInferError(Exception):
 
 class MeshError(MeshInferError, ValueError):
     """The launcher's environment is incomplete, or the rank groups do not fit the world."""
+
+
+class EnvironmentFailedError(MeshInferError):
+    """An environment raised, or the process that stepped it has died; what it raised is the cause, where that is known.
+
+    Args:
+        env_index: which of the collector's environments.
+        message: what happened.
+        traceback_text: the worker's formatted traceback, empty when there is none.
+        exitcode: of the worker's process, minus the signal's number if it was killed; ``None`` while it ran, and for
+            threads.
+    """
+
+    def __init__(
+        self, env_index: int, message: str, traceback_text: str = "", exitcode: int | None = None
+    ) -> None:
+        super().__init__(env_index, message, traceback_text, exitcode)
+        self.env_index = env_index
+        self.message = message
+        self.traceback_text = traceback_text
+        self.exitcode = exitcode
+
+    def __str__(self) -> str:
+        text = f"environment {self.env_index} {self.message}"
+        return (
+            f"{text}\n\nWorker's traceback:\n{self.traceback_text}" if self.traceback_text else text
+        )
 
 
 class TransportError(MeshInferError):

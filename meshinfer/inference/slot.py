@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,11 +14,12 @@ from meshinfer.arguments import as_count
 from meshinfer.inference.exchange import LocalRequest, Member
 from meshinfer.inference.interaction import current_interaction
 from meshinfer.inference.local import LocalClient, LocalTransport
+from meshinfer.inference.rowcall import NO_VERSION, RowCall
 from meshinfer.inference.rowwise import row_layouts, version_of
 from meshinfer.inference.version import stamped
 from meshinfer.items import check_collection, split_items
 from meshinfer.layout import PayloadLayout
-from meshinfer.rows import RowBlock, read_rows
+from meshinfer.rows import Row, RowBlock, copy_row, read_rows
 from meshinfer.slots import Slot, SlotBank
 from meshinfer.specs import short_key
 
@@ -49,9 +51,12 @@ class _Request(LocalRequest):
 class _Rows:
     """The layout of requests, and rows to pack them into."""
 
-    def __init__(self, num_slots: int, layout: PayloadLayout | None) -> None:
+    def __init__(
+        self, num_slots: int, layout: PayloadLayout | None, response_layout: PayloadLayout | None
+    ) -> None:
         self.num_slots = num_slots
         self.layout: PayloadLayout | None = None
+        self.response_layout = response_layout
         self._derived = layout is None
         self._fixing = threading.Lock()
         self._free: list[Slot] = []
@@ -60,7 +65,7 @@ class _Rows:
         if layout is not None:
             self._lay_out(layout)
 
-    def pack(self, member: Member, payload: TensorDictBase) -> _Request:
+    def __call__(self, member: Member, payload: TensorDictBase) -> _Request:
         """A request with a copy of ``payload``; the first one fixes the layout where none was declared."""
         layout = self.layout or self._fix(payload)
         frame = self._take(layout)
@@ -157,8 +162,68 @@ class _Staging:
         return self._block
 
 
+class _RowRequest(LocalRequest):
+    """One request after another of one thread, in the same row, whose replies are copied into another one.
+
+    A :class:`~meshinfer.inference.rowcall.RowCall`, and its own future.
+    """
+
+    __slots__ = ("_error", "_gate", "frame", "reply", "reply_row", "request", "version")
+
+    def __init__(self, member: Member, request: PayloadLayout, response: PayloadLayout) -> None:
+        super().__init__(member, current_interaction())
+        self.frame, answer = SlotBank(request, 1)[0], SlotBank(response, 1)[0]
+        self.request, self.reply = self.frame.views, answer.views
+        self.reply_row = answer.row
+        self.version = NO_VERSION
+        self._error: BaseException | None = None
+        self._gate = threading.Lock()  # held, except between an answer and its receipt
+        self._gate.acquire()
+
+    def send(self) -> None:
+        """As :meth:`~meshinfer.inference.rowcall.RowCall.send`."""
+        member = self.member
+        member.check_open()
+        member.in_flight[self] = self
+        self.arrived = time.perf_counter()
+        member.exchange.put(self)
+        member.look_again()
+
+    def receive(self) -> int:
+        """As :meth:`~meshinfer.inference.rowcall.RowCall.receive`: a serving thread that ends closes the exchange."""
+        self._gate.acquire()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.version
+
+    def accept(self, row: Row, version: int | None) -> None:
+        """By the server: ``row`` is the reply."""
+        if self.member.in_flight.pop(self, None) is not None:
+            copy_row(row, self.reply_row)
+            self.version = NO_VERSION if version is None else version
+            self._gate.release()
+
+    def fail(self, error: BaseException) -> None:
+        """Make the thread raise ``error``, unless it has its reply; of several that would, the first one does."""
+        if self.member.in_flight.pop(self, None) is not None:
+            self._error = error
+            self._gate.release()
+
+    def release(self) -> None:
+        """Nothing: the row is written again when the thread has its reply."""
+
+
 class SlotClient(LocalClient):
     """A client of a :class:`SlotTransport`. Threads may share it."""
+
+    def row_call(self, request: PayloadLayout, response: PayloadLayout) -> RowCall | None:
+        """As :meth:`~meshinfer.inference.rowcall.RowCalling.row_call`."""
+        rows = self._pack
+        assert isinstance(rows, _Rows)
+        if (rows.layout, rows.response_layout) != (request, response):
+            return None
+        return _RowRequest(self._member, request, response)
 
 
 class SlotTransport(LocalTransport):
@@ -193,10 +258,10 @@ class SlotTransport(LocalTransport):
         if request_spec is not None:
             layout, self.response_layout = row_layouts(request_spec, response_spec)
         self.num_slots = num_slots
-        self._rows = _Rows(num_slots, layout)
+        self._rows = _Rows(num_slots, layout, self.response_layout)
         leaves = self.response_layout.leaves if self.response_layout is not None else ()
         self._declared = frozenset(leaf.key for leaf in leaves)
-        super().__init__(self._rows.pack, num_slots=num_slots)
+        super().__init__(self._rows, num_slots=num_slots)
 
     @property
     def request_layout(self) -> PayloadLayout | None:
@@ -227,8 +292,10 @@ class SlotTransport(LocalTransport):
         """Staging for ``capacity`` requests."""
         return _Staging(capacity, self._rows.layout)
 
-    def response_batch(self, capacity: int) -> None:
-        """Nothing: replies need no staging between threads."""
+    def response_batch(self, capacity: int) -> RowBlock | None:
+        """Staging for replies that go into rows; others need none between threads."""
+        layout = self.response_layout
+        return None if layout is None else RowBlock(layout, capacity)
 
     def gather_requests(self, slots: Sequence[Any], out: _Staging) -> TensorDictBase:
         """The policy's input: the requests' batch dimensions are flattened into one. Valid until the next gather."""
@@ -245,7 +312,7 @@ class SlotTransport(LocalTransport):
         self,
         slots: Sequence[Any],
         results: TensorDictBase,
-        out: None = None,
+        out: RowBlock | None = None,
         *,
         policy_version: int | None = None,
     ) -> None:
@@ -254,17 +321,25 @@ class SlotTransport(LocalTransport):
         Args:
             slots: the requests, as gathered.
             results: leading dimension ``len(slots)`` times the ``batch_size`` of one request.
-            out: nothing.
+            out: staging from :meth:`response_batch`.
             policy_version: of the weights that computed ``results``.
 
         Raises:
             KeyError, ValueError, TypeError: ``results`` does not have what the response spec declares; nobody was
                 answered.
         """
-        replies = self._split(results, len(slots), policy_version)
-        for request, reply in zip(slots, replies, strict=True):
-            request.release()
-            request.answer(reply)
+        rowwise = [type(request) is _RowRequest for request in slots]
+        replies: Sequence[Any] = ()
+        if True in rowwise:
+            rows = self._pack_rows(results, len(slots), out, policy_version)
+        if False in rowwise:
+            replies = self._split(results, len(slots), policy_version)
+        for index, request in enumerate(slots):
+            if rowwise[index]:
+                request.accept(rows[index], policy_version)
+            else:
+                request.release()
+                request.answer(replies[index])
 
     def resolve(self, callback: Any, result: TensorDictBase) -> None:
         """Give ``result``, of the ``batch_size`` of a request, to the client behind ``callback``."""
@@ -277,6 +352,17 @@ class SlotTransport(LocalTransport):
         """Make the client behind ``callback`` raise a copy of ``exc``."""
         callback.release()
         super().resolve_exception(callback, exc)
+
+    def _pack_rows(
+        self, results: TensorDictBase, count: int, out: RowBlock | None, version: int | None
+    ) -> list[Row]:
+        block = out or self.response_batch(count)
+        assert block is not None  # a row call needs the layout of replies
+        key = self.policy_version_key
+        if version is not None and key is not None and key in self._declared:
+            results = stamped(results, key, version)
+        block.pack(results, count)
+        return block.rows
 
     def _split(
         self, results: TensorDictBase, count: int, version: int | None

@@ -26,6 +26,7 @@ from meshinfer.inference.shared.board import (
     new_identifier,
 )
 from meshinfer.inference.shared.future import SlotFuture
+from meshinfer.inference.shared.rowcall import BoardCall
 from meshinfer.layout import PayloadLayout
 from meshinfer.semaphore import memory_fence
 from meshinfer.slots import Slot
@@ -34,6 +35,8 @@ __all__ = ["SlotClient", "version_stamp"]
 
 _ID, _INTERACTION, _SUBMITTED = (int(field) for field in Request)
 _VERSION = int(Response.VERSION)
+_KEPT = 0
+"""In place of a request's number: the slot is kept for all that follow."""
 
 
 class SlotClient(ABC):
@@ -97,6 +100,17 @@ class SlotClient(ABC):
             future.fail(ClosedError("the client was closed with this request in flight"))
         return future
 
+    def row_call(self, request: PayloadLayout, response: PayloadLayout) -> BoardCall | None:
+        """As :meth:`~meshinfer.inference.rowcall.RowCalling.row_call`: a slot that is kept until the client leaves."""
+        handle = self._handle
+        if (handle.request_layout, handle.response_layout) != (request, response):
+            return None
+        board = self._ready_board()
+        slot = self._take_slot(board, self._timeout)
+        call = BoardCall(board, slot, self._identifiers)
+        self._flying[slot] = _KEPT, weakref.ref(call)
+        return call
+
     @property
     def in_flight(self) -> int:
         """Requests of this client whose replies have been neither collected nor given up."""
@@ -105,10 +119,12 @@ class SlotClient(ABC):
     def close(self) -> None:
         """Leave; requests in flight raise :class:`~meshinfer.errors.ClosedError`. Idempotent."""
         self._closed = True
-        for _, reference in list(self._flying.values()):
+        for slot, (identifier, reference) in list(self._flying.items()):
             future = reference()
             if future is not None:
                 future.fail(ClosedError("the client was closed with this request in flight"))
+            if identifier == _KEPT:
+                self.vacate(slot, _KEPT)
         self._finalizer()
 
     def __enter__(self) -> SlotClient:
