@@ -1,7 +1,7 @@
 """Speed of meshinfer beside its peers, every number taken on one machine in one run.
 
-`python -m benchmarks distributed`, `local` and `actors` run one suite, `python -m benchmarks` all of them, and
-`--quick` runs few short rounds.
+`python -m benchmarks distributed`, `local`, `actors`, `collector` and `weights` run one suite, `python -m benchmarks`
+all of them, and `--quick` runs few short rounds.
 
     workload.py   what one client sends and how many clients there are
     suites.py     which peers meet over which transport and workload, and the goals that the numbers are held to
@@ -9,6 +9,7 @@
     peers/        how each peer's server starts and how its client asks
     client.py      what a client does, wherever it runs
     conductor.py  one peer under one workload: a server and its clients, in processes, in threads or in actors
+    collecting.py  a collector in place of a server and its clients
     contestant.py the harness's end of a conductor: commands, deadlines, the kill at the end
     harness.py    the rounds, interleaved
     machine.py    which machine and commit it was

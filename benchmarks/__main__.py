@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks [distributed | local | actors] [options]`."""
+"""The command line: `python -m benchmarks [distributed | local | actors | collector | weights] [options]`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from . import machine, report, torchrl_env
 from .contestant import REPOSITORY
 from .harness import Plan, Result, compare
-from .peers import IN_ACTORS, IN_RAY
+from .peers import IN_ACTORS, IN_COLLECTORS, IN_RAY
 from .suites import SUITES, Comparison, Entry, Suite
 
 _LOGGER = logging.getLogger("benchmarks")
@@ -112,18 +112,21 @@ def _chosen(suite: Suite, options: argparse.Namespace, notes: list[str]) -> list
         wanted = [c for c in wanted if c.quick]
         notes.append("quick: few short rounds, and not every comparison")
     entries = {e for c in wanted for e in c.entries if e.peer in options.peers}
-    entries -= _without_ray(entries, notes)
+    entries -= _without("ray", "meshinfer[ray]", IN_RAY, entries, notes)
+    entries -= _without("gymnasium", "meshinfer[examples]", IN_COLLECTORS, entries, notes)
     entries -= _without_torchrl(entries, options, notes)
     kept = [replace(c, entries=tuple(e for e in c.entries if e in entries)) for c in wanted]
     return [comparison for comparison in kept if comparison.entries]
 
 
-def _without_ray(entries: set[Entry], notes: list[str]) -> set[Entry]:
-    """Those that do not run for want of Ray."""
-    need = {entry for entry in entries if entry.transport in IN_RAY}
-    if not need or importlib.util.find_spec("ray") is not None:
+def _without(
+    package: str, extra: str, transports: Sequence[str], entries: set[Entry], notes: list[str]
+) -> set[Entry]:
+    """Those over `transports` if they do not run for want of a package."""
+    need = {entry for entry in entries if entry.transport in transports}
+    if not need or importlib.util.find_spec(package) is not None:
         return set()
-    notes.append("Ray was left out: it is not installed; pip install 'meshinfer[ray]'")
+    notes.append(f"{package} was left out: it is not installed; pip install '{extra}'")
     return need
 
 
@@ -139,8 +142,10 @@ def _without_torchrl(
         return rivals
     python = options.torchrl_python.absolute()
     in_actors = any(entry.transport in IN_ACTORS for entry in rivals)
+    collects = any(entry.transport in IN_COLLECTORS for entry in rivals)
+    shared = (*torchrl_env.LAUNCHERS * in_actors, *torchrl_env.ENVIRONMENTS * collects)
     try:
-        torchrl_env.ensure(python, torchrl_env.LAUNCHERS if in_actors else ())
+        torchrl_env.ensure(python, shared)
         if in_actors:
             notes.append(torchrl_env.try_monarch(python))
     except torchrl_env.EnvironmentFailed as exc:
@@ -163,7 +168,7 @@ def _text(suite: Suite, results: dict[Entry, Result], context: dict[str, Any]) -
     parts = [
         head,
         report.table(suite, results),
-        report.methods(results),
+        report.methods(suite, results),
         report.goals(suite, results),
         "\n".join(f"NOTE {note}" for note in context["notes"]),
         report.failures(results),

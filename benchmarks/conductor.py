@@ -16,13 +16,26 @@ import time
 import traceback
 from array import array
 from collections.abc import Iterator
+from contextlib import nullcontext
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any
 
 from .client import CONNECT, client_main
-from .peers import IN_ACTORS, IN_THREADS, START_METHOD, ClientEnd, Connector, load_peer
+from .collecting import CollectorConductor
+from .peers import (
+    IN_ACTORS,
+    IN_COLLECTORS,
+    IN_THREADS,
+    IN_WEIGHTS,
+    START_METHOD,
+    ClientEnd,
+    Connector,
+    Peer,
+    load_collecting,
+    load_peer,
+)
 from .workload import WORKLOADS, Workload
 
 # Only a backstop: the harness has a deadline for each command and gives up first.
@@ -69,7 +82,9 @@ class Conductor:
     def __init__(self, peer: str, transport: str, workload: str) -> None:
         self._peer = load_peer(peer)
         self._workload = WORKLOADS[workload]
-        self._in_threads, self._in_actors = transport in IN_THREADS, transport in IN_ACTORS
+        self._in_threads = transport in (*IN_THREADS, *IN_WEIGHTS)
+        self._in_actors = transport in IN_ACTORS
+        self._serves_itself = transport in IN_THREADS
         if not self._in_threads and not self._in_actors:
             # It imports while we do.
             multiprocessing.set_forkserver_preload(list(self._peer.MODULES))
@@ -89,7 +104,7 @@ class Conductor:
                 _Client(connector, self._workload, number, self._in_threads)
                 for number, connector in enumerate(connectors)
             ]
-        return {"server_pid": server_pid, "versions": self._versions()}
+        return {"server_pid": server_pid, "versions": _versions(self._peer)}
 
     def connect(self, clients: int) -> dict[str, Any]:
         """Connect and warm up clients until there are `clients` of them."""
@@ -99,11 +114,13 @@ class Conductor:
         return {}
 
     def measure(self, seconds: float) -> dict[str, Any]:
-        """All clients at once in a closed loop for `seconds`."""
+        """All clients at once in a closed loop for `seconds`, or longer if the workload asks for it."""
+        seconds = max(seconds, self._workload.burst_seconds)
         forward = self._forward()
         head_start = _HEAD_START_SECONDS + _HEAD_START_SECONDS_PER_CLIENT * len(self._clients)
         start = time.monotonic() + head_start
-        answers = self._ask(self._clients, (start, start + seconds))
+        with self._service.publishing() if self._workload.publishes else nullcontext():
+            answers = self._ask(self._clients, (start, start + seconds))
         summary = summarise([array("d", answer) for answer in answers])
         if forward is not None:
             alone = len(self._clients) == 1
@@ -124,17 +141,11 @@ class Conductor:
 
     def _forward(self) -> float | None:
         """Seconds of a bare forward pass for each of its rows, where server and clients share our process."""
-        if not self._in_threads:
+        if not self._serves_itself:
             return None
         from .policy import forward_seconds
 
         return forward_seconds(self._workload) / self._workload.clients
-
-    def _versions(self) -> dict[str, str]:
-        versions = {"python": platform.python_version()}
-        for package in self._peer.PACKAGES:
-            versions[package] = _version(package)
-        return versions
 
 
 def summarise(clients: list[array[float]]) -> dict[str, Any]:
@@ -147,6 +158,13 @@ def summarise(clients: list[array[float]]) -> dict[str, Any]:
     # Each client over its own busy time: the last request may end after the others' windows.
     rate = sum(len(client) / sum(client) for client in clients)
     return {"requests": len(merged), "rate": rate, **quantiles}
+
+
+def _versions(peer: Peer) -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in peer.PACKAGES:
+        versions[package] = _version(package)
+    return versions
 
 
 def _version(package: str) -> str:
@@ -167,11 +185,19 @@ def _commands(harness: Connection) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, arguments
 
 
+def _conductor(peer: str, transport: str, workload: str) -> Conductor | CollectorConductor:
+    if transport not in IN_COLLECTORS:
+        return Conductor(peer, transport, workload)
+    service = load_collecting(peer, WORKLOADS[workload], transport)
+    versions = _versions(load_peer(peer))
+    return CollectorConductor(service, {**versions, "gymnasium": _version("gymnasium")})
+
+
 def main(peer: str, transport: str, workload: str, descriptor: str) -> int:
     """Answer commands until `stop`, a failure, or the end of the harness."""
     harness = Connection(int(descriptor))
     try:
-        conductor = Conductor(peer, transport, workload)
+        conductor = _conductor(peer, transport, workload)
         for name, arguments in _commands(harness):
             answer = getattr(conductor, name)(**arguments)
             harness.send_bytes(json.dumps(answer).encode())

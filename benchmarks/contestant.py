@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from .peers import IN_COLLECTORS, IN_WEIGHTS
 from .suites import Entry
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -64,6 +65,8 @@ class Contestant:
         first = _resources(server)
         self._call("connect", seconds, clients=clients)
         self._processes |= self._family()
+        if self.entry.transport in (*IN_COLLECTORS, *IN_WEIGHTS):
+            return {}
         return _per_client(alone, first, _resources(server), clients)
 
     def measure(self, seconds: float) -> dict[str, float]:

@@ -11,6 +11,8 @@ from torch import nn
 
 from .workload import Leaf, Workload
 
+_BALLAST_BYTES = 4_000_000
+
 
 class FirstFourMLP(nn.Module):
     """An MLP 4-64-2 over the first four numbers of the first leaf, whatever else was sent.
@@ -27,14 +29,30 @@ class FirstFourMLP(nn.Module):
         return self.layers(first.flatten(1)[:, :4].float())
 
 
-def make_policy() -> FirstFourMLP:
+class CartPolePolicy(FirstFourMLP):
+    """The same MLP, whose greater output is the action."""
+
+    def forward(self, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        """Map observations `[B, 4]` to actions `int64[B]`."""
+        return super().forward(first, *others).argmax(-1)
+
+
+def make_policy(kind: type[FirstFourMLP] = FirstFourMLP) -> FirstFourMLP:
     """The policy with weights that depend on nothing but a constant seed."""
     # Not the seed of the process: several threads make their policies at once.
     generator = torch.Generator().manual_seed(0)
-    policy = FirstFourMLP().eval().requires_grad_(False)
+    policy = kind().eval().requires_grad_(False)
     for parameter in policy.parameters():
         parameter.uniform_(-0.5, 0.5, generator=generator)
     return policy.requires_grad_(True)
+
+
+def with_ballast(policy: FirstFourMLP, workload: Workload) -> FirstFourMLP:
+    """The same policy, with the workload's bytes of weights that it does not use, 4 MB each."""
+    sizes = [_BALLAST_BYTES] * (workload.weight_bytes // _BALLAST_BYTES)
+    ballast = [nn.Parameter(torch.zeros(nbytes // 4)) for nbytes in sizes]
+    policy.ballast = nn.ParameterList(ballast)
+    return policy
 
 
 def observation(workload: Workload, client: int) -> dict[str, torch.Tensor]:

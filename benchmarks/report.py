@@ -87,18 +87,20 @@ def verdict(goal: Goal, results: Results) -> str:
 def table(suite: Suite, results: Results) -> str:
     """One line per entry, without the columns that say nothing; ratios on the subject's lines only."""
     rows = [_row(suite, results, result) for result in results.values()]
-    told = [column for column in range(len(_HEADINGS)) if any(row[column] for row in rows)]
-    shown = [[row[column] for column in told] for row in (_HEADINGS, *rows)]
+    headings = [heading.replace("req/s", f"{suite.unit}/s") for heading in _HEADINGS]
+    told = [column for column in range(len(headings)) if any(row[column] for row in rows)]
+    shown = [[row[column] for column in told] for row in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     return "\n".join(_aligned(row, widths) for row in shown)
 
 
-def methods(results: Results) -> str:
+def methods(suite: Suite, results: Results) -> str:
     """What the columns mean that do not say so."""
-    told = {"spread": SPREAD_METHOD, "other": OTHER_METHOD}
+    told = {**suite.methods, "spread": SPREAD_METHOD, "other": OTHER_METHOD}
     if any(median(result, "overhead_us") is not None for result in results.values()):
         told["overhead"] = OVERHEAD_METHOD
-    told["KiB/cl"] = MEMORY_METHOD
+    if any(median(result, "memory_kib") is not None for result in results.values()):
+        told["KiB/cl"] = MEMORY_METHOD
     return "\n".join(f"{column}: {method}." for column, method in told.items())
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .peers import MONARCH_DISTRIBUTED, RAY_DISTRIBUTED
+from .peers import IN_COLLECTORS, IN_WEIGHTS, MONARCH_DISTRIBUTED, RAY_DISTRIBUTED
+from .peers.collecting import FRAMES_PER_BATCH
 from .workload import (
+    CARTPOLES,
     EIGHT_LEAVES,
     MANY_PIXELS,
+    OFTEN,
     ONE_LEAF,
     PIXELS,
     PIXELS_4,
+    QUIET,
+    SELDOM,
+    UPDATES,
     VECTOR_1,
     VECTOR_4,
     VECTOR_8,
@@ -75,6 +81,8 @@ class Suite:
     floors: Mapping[str, str]
     comparisons: tuple[Comparison, ...]
     goals: tuple[Goal, ...]
+    unit: str = "req"
+    methods: Mapping[str, str] = field(default_factory=dict)
 
 
 _RIVAL, _OURS = "torchrl", "meshinfer"
@@ -189,6 +197,47 @@ def _actors() -> Suite:
     )
 
 
+def _collector() -> Suite:
+    ours = [Entry(_OURS, CARTPOLES, where) for where in IN_COLLECTORS]
+    return Suite(
+        subject=_OURS,
+        floors={},
+        comparisons=tuple(Comparison(f"collector, {e.transport}", (_rival(e), e)) for e in ours),
+        goals=tuple(_rate(f"{e.transport}: frames/s / TorchRL", e, 3, _rival(e)) for e in ours),
+        unit="frames",
+        methods={
+            "transport": "where the environments step and the policy computes",
+            "p50, p95, p99": f"what a batch of {FRAMES_PER_BATCH} frames takes",
+        },
+    )
+
+
+def _weights() -> Suite:
+    floors = dict.fromkeys(IN_WEIGHTS, "raw_copy")
+    shared, distributed = (Entry(_OURS, UPDATES, transport) for transport in IN_WEIGHTS)
+    quiet, seldom, often = (Entry(_OURS, load, "shared_memory") for load in (QUIET, SELDOM, OFTEN))
+    copy = _floor(shared, floors)
+    return Suite(
+        subject=_OURS,
+        floors=floors,
+        comparisons=(
+            Comparison("updates", (copy, _rival(shared), shared, distributed)),
+            Comparison("serving meanwhile", (quiet, seldom, often)),
+        ),
+        goals=(
+            _p50("shared_memory: update of 100 MB / a copy of it", shared, 2.0, copy),
+            *(
+                Goal(f"{each.workload.name}: p99 / no update", "p99_us", each, "at most", 2, quiet)
+                for each in (seldom, often)
+            ),
+        ),
+        methods={
+            "update": "from publishing to the server's word that it serves what was published; req/s are updates/s",
+            "p50/raw": "an update over a copy of the same tensors within one process",
+        },
+    )
+
+
 def _floor(entry: Entry, floors: Mapping[str, str]) -> Entry:
     return replace(entry, peer=floors[entry.transport])
 
@@ -219,4 +268,6 @@ SUITES: Mapping[str, Suite] = {
     "distributed": _distributed(),
     "local": _local(),
     "actors": _actors(),
+    "collector": _collector(),
+    "weights": _weights(),
 }

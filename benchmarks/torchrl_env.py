@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 REQUIREMENTS = ("torch==2.13.0", "torchrl==0.14.1")
-# What both sides of a comparison between actors stand on, in our own version.
-LAUNCHERS = ("ray", "torchmonarch")
+# What both sides of a comparison between actors stand on, or of one between collectors, in our own version.
+LAUNCHERS, ENVIRONMENTS = ("ray", "torchmonarch"), ("gymnasium",)
 _INSTALL_SECONDS = 1800
 _CHECK_SECONDS = 60
 _VERSIONS = """
@@ -43,15 +43,15 @@ class EnvironmentFailed(RuntimeError):
     """TorchRL's environment could not be made or is not usable; the message says why."""
 
 
-def ensure(python: Path, launchers: Sequence[str] = ()) -> None:
-    """Make sure that `python` has TorchRL and those `LAUNCHERS`, creating its environment if it does not exist."""
+def ensure(python: Path, shared: Sequence[str] = ()) -> None:
+    """Make sure that `python` has TorchRL and what is `shared`, creating its environment if it does not exist."""
     if not python.exists():
         _create(python)
-    command = [str(python), "-c", _VERSIONS, "torchrl", *launchers]
+    command = [str(python), "-c", _VERSIONS, "torchrl", *shared]
     found = json.loads(_run(command, _CHECK_SECONDS, "is broken; delete it and run again"))
     if found.pop("torchrl") is None:
         raise EnvironmentFailed("TorchRL's environment has no TorchRL; delete it and run again")
-    ours = {name: version(name) for name in launchers}
+    ours = {name: version(name) for name in shared}
     if found != ours:
         raise EnvironmentFailed(
             f"TorchRL's environment has {_listed(found)}, and this one {_listed(ours)}; delete it and run again"
@@ -67,7 +67,10 @@ def try_monarch(python: Path) -> str:
 def _create(python: Path) -> None:
     if python.parent.name != "bin" or python.parent.parent.exists():
         raise EnvironmentFailed(f"{python} is missing and its folder is no place for a new one")
-    folder, requirements = python.parent.parent, (*REQUIREMENTS, *_pinned(LAUNCHERS))
+    folder, requirements = (
+        python.parent.parent,
+        (*REQUIREMENTS, *_pinned((*LAUNCHERS, *ENVIRONMENTS))),
+    )
     _LOGGER.info("creating %s with %s", folder, " ".join(requirements))
     try:
         _run([sys.executable, "-m", "venv", str(folder)], _INSTALL_SECONDS, "was not created")

@@ -13,7 +13,13 @@ from ..workload import Workload
 if TYPE_CHECKING:
     import torch
 
+    from .collecting import Collecting
+
 IN_THREADS = ("slot",)
+# What weights travel over; the trainer is a thread of the conductor's process, and the only client.
+IN_WEIGHTS = ("weights/shared_memory", "weights/distributed")
+# Where a collector has its environments and its policy; there the transport is its own choice.
+IN_COLLECTORS = ("threads", "processes")
 # A distributed transport between actors is another row than between processes.
 MONARCH_DISTRIBUTED, RAY_DISTRIBUTED = "distributed/monarch", "distributed/ray"
 IN_MONARCH, IN_RAY = ("monarch", MONARCH_DISTRIBUTED), ("ray", RAY_DISTRIBUTED)
@@ -28,6 +34,21 @@ class Session:
 
     request: Callable[[], torch.Tensor | None]
     close: Callable[[], None]
+
+
+@dataclass
+class Trainer:
+    """The one client where requests are updates: a thread of the process that has the service."""
+
+    update: Callable[[], None]
+
+    def connect(self, workload: Workload, client: int) -> Session:
+        """At once."""
+        return Session(self.update, _nothing)
+
+
+def _nothing() -> None:
+    """The service ends what the trainer has."""
 
 
 class Connector(Protocol):
@@ -97,3 +118,10 @@ class Peer(Protocol):
 def load_peer(name: str) -> Peer:
     """Import one peer and nothing of the others, which this interpreter may not have."""
     return importlib.import_module(f"{__name__}.{name}")  # type: ignore[return-value]
+
+
+def load_collecting(name: str, workload: Workload, where: str) -> Collecting:
+    """The collector of a peer, not started; `where` is one of `IN_COLLECTORS`."""
+    module = importlib.import_module(f"{__name__}.{name}_collector")
+    made: Collecting = module.collecting(workload, where)
+    return made

@@ -26,6 +26,10 @@ def open_service(workload: Workload, transport: str) -> Service | ActorService:
         return ChildService(workload, partial(hold, serving_distributed), MeshInferConnector)
     if transport == "slot":
         return _threads(workload)
+    if workload.weight_bytes:
+        from .meshinfer_weights import open_updated
+
+        return open_updated(workload, transport)
     if transport in _IN_MONARCH_ACTORS:
         from .monarch_actors import MonarchService, ServerActor
 
@@ -137,17 +141,18 @@ _IN_MONARCH_ACTORS: dict[str, Serving] = {
 _IN_RAY_ACTORS: dict[str, Serving] = {"ray": serving_ray, RAY_DISTRIBUTED: serving_distributed}
 
 
-def _server(workload: Workload, transport: Any) -> InferenceServer:
+def _server(workload: Workload, transport: Any, **options: Any) -> InferenceServer:
     import meshinfer
 
-    from ..policy import make_policy
+    from ..policy import make_policy, with_ballast
 
     return meshinfer.InferenceServer(
-        make_policy(),
+        with_ballast(make_policy(), workload),
         transport,
         max_batch_size=64,
         in_keys=[leaf.key for leaf in workload.request],
         out_keys=["action"],
+        **options,
     )
 
 

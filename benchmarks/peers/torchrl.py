@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..workload import Workload
-from . import START_METHOD, ActorService, Service, Session
+from . import IN_WEIGHTS, START_METHOD, ActorService, Service, Session, Trainer
 from .child import GivenHandle, HandleSource
 from .threads import ThreadService
 
@@ -24,6 +24,8 @@ MODULES = ("benchmarks.policy", "torchrl.modules.inference_server")
 def open_service(workload: Workload, transport: str) -> Service | ActorService:
     if transport == "slot":
         return _threads(workload)
+    if transport in IN_WEIGHTS:
+        return TrainerService(workload, _shared_memory(workload))
     if transport == "ray":
         from .ray_actors import RayService
         from .torchrl_ray import TorchRLRayServer
@@ -81,10 +83,11 @@ def _threads(workload: Workload) -> ThreadService:
 def make_module(workload: Workload) -> TensorDictModule:
     from tensordict.nn import TensorDictModule
 
-    from ..policy import make_policy
+    from ..policy import make_policy, with_ballast
 
     keys = [leaf.key for leaf in workload.request]
-    return TensorDictModule(make_policy(), in_keys=keys, out_keys=["action"])
+    policy = with_ballast(make_policy(), workload)
+    return TensorDictModule(policy, in_keys=keys, out_keys=["action"])
 
 
 class ProcessService:
@@ -113,6 +116,22 @@ class ProcessService:
 
     def stop(self) -> None:
         self._server.shutdown(timeout=5.0)
+
+
+class TrainerService(ProcessService):
+    """The same, whose one client is the trainer: each request is an update."""
+
+    def __init__(self, workload: Workload, transport: Any) -> None:
+        super().__init__(workload, transport)
+        self._module = make_module(workload)
+
+    def connectors(self) -> Sequence[Any]:
+        return [Trainer(self._update)]
+
+    def _update(self) -> None:
+        from tensordict import TensorDict
+
+        self._server.update_model_weights(TensorDict.from_module(self._module).data)
 
 
 @dataclass
