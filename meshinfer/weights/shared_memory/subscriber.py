@@ -30,7 +30,9 @@ __all__ = ["SharedMemorySubscriber"]
 class _Update(WeightUpdate):
     """Of one publisher's session; its weights lie in memory that other processes read, too."""
 
-    def __init__(self, seat: Seat, lease: int, record: Record, weights: Mapping[str, Tensor]):
+    def __init__(
+        self, seat: Seat, lease: int, record: Record, weights: Mapping[str, Tensor]
+    ) -> None:
         super().__init__(record.version, weights, partial(seat.release, lease))
         self.session = record.session
 
