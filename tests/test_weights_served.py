@@ -637,7 +637,8 @@ def test_a_lost_publisher_is_told_once_and_the_next_one_is_heard(
         publisher.wait(timeout=SECONDS)
         assert values_of(client) == (2, {2.0})
     (record,) = caplog.records
-    assert record.getMessage() == (
+    # Once a test has loaded monarch here, it puts the name of its actor before every record.
+    assert record.getMessage().endswith(
         "version 0 of the weights goes on serving: the publisher was killed"
     )
 
@@ -655,7 +656,7 @@ def test_a_version_that_cannot_be_used_is_told_and_skipped(
         publisher.wait(timeout=SECONDS)
         assert values_of(client) == (3, {3.0})
     (record,) = caplog.records
-    assert (
-        record.getMessage() == "version 2 of the weights cannot be used, version 1 goes on serving"
+    assert record.getMessage().endswith(
+        "version 2 of the weights cannot be used, version 1 goes on serving"
     )
     assert transport.released == {1: 1, 2: 1, 3: 1}
