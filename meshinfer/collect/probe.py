@@ -81,7 +81,7 @@ def probed_specs(
     reply = probe.reply(model, batch.clone())
     reply = reply.reshape(payload.batch_size) if reply.batch_size != payload.batch_size else reply
     if outputs is None:
-        known = {as_tuple(key) for key in keys_of(request)} - set(leaves_by_key(state))
+        known = set(keys_of(request)) - set(leaves_by_key(state))
         outputs = [key for key in leaves_by_key(reply) if key not in known]
     return request_spec, _selected("the policy's out_keys", reply, outputs)
 

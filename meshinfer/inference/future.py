@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from meshinfer.errors import TransportError
 from meshinfer.inference.protocol import InferenceFuture
 
-__all__ = ["ReplyFuture", "mark", "reply_by"]
+__all__ = ["Flight", "ReplyFuture", "mark", "reply_by"]
 
 
 _settling = threading.RLock()
@@ -149,6 +149,16 @@ class ReplyFuture:
         self.add_done_callback(lambda _: loop.call_soon_threadsafe(mark, arrived))
         yield from arrived
         return self.result()
+
+
+class Flight(ReplyFuture):
+    """A future that knows its number."""
+
+    __slots__ = ("identifier",)
+
+    def __init__(self, owner: FutureOwner, identifier: int) -> None:
+        super().__init__(owner)
+        self.identifier = identifier
 
 
 def reply_by(deadline: float, future: InferenceFuture, timeout: float) -> TensorDictBase:

@@ -244,9 +244,9 @@ class DistributedClient:
         return self._response_layout
 
     def _connection_over(
-        self, pair: Pair, address: ServerAddress, key: tuple[str, ...] | None
+        self, pair: Pair, address: ServerAddress, key: tuple[str, ...] | None, **more: Any
     ) -> Connection:
-        """What this client does with a pair that both sides have proved."""
+        """What this client does with a pair that both sides have proved; ``more`` is for the connection."""
         return Connection(
             pair,
             self._response_layout,
@@ -255,6 +255,7 @@ class DistributedClient:
             policy_version_key=key,
             patience=self._timeout,
             probe=partial(probe, address, self._peer),
+            **more,
         )
 
     def _reach(self, deadline: float) -> tuple[ServerAddress, TCPStore]:

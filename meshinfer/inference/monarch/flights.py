@@ -7,27 +7,17 @@ import time
 from typing import Final
 
 from meshinfer.errors import TransportError
-from meshinfer.inference.future import ReplyFuture
+from meshinfer.inference.future import Flight, ReplyFuture
 from meshinfer.inference.queues.labels import Labels, unpacked
 from meshinfer.inference.queues.wire import BadFrameError, Frame, Kind
 from meshinfer.inference.remote_errors import decode_exception
 
-__all__ = ["Flight", "Flights"]
+__all__ = ["Flights"]
 
 _MOST_OWED_BYTES: Final = 1 << 26
 """Of requests that the server has not answered; also what a client gives up may still lie there until then."""
 _OWED_FOR_EACH: Final = 1 << 10
 """What any message takes beside its body, about."""
-
-
-class Flight(ReplyFuture):
-    """A future that knows its number."""
-
-    __slots__ = ("identifier",)
-
-    def __init__(self, owner: Flights, identifier: int) -> None:
-        super().__init__(owner)
-        self.identifier = identifier
 
 
 class Flights:

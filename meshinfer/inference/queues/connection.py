@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from meshinfer.errors import ClosedError, PeerLostError, ServerClosedError, TransportError
-from meshinfer.inference.future import ReplyFuture
+from meshinfer.inference.future import Flight, ReplyFuture
 from meshinfer.inference.queues.address import Address
 from meshinfer.inference.queues.codec import Message
 from meshinfer.inference.queues.forks import let_go_in_forks
@@ -34,16 +34,6 @@ logger = logging.getLogger("meshinfer.queues")
 
 _GOODBYE_SECONDS: Final = 1.0
 _REQUEST = int(Kind.REQUEST)
-
-
-class _Flight(ReplyFuture):
-    """A future that knows its number."""
-
-    __slots__ = ("identifier",)
-
-    def __init__(self, owner: Connection, identifier: int) -> None:
-        super().__init__(owner)
-        self.identifier = identifier
 
 
 class Connection:
@@ -73,7 +63,7 @@ class Connection:
         self._labels = Labels()
         self._backlog: list[memoryview] = []
         self._identifiers = 0
-        self._flying: dict[int, _Flight] = {}
+        self._flying: dict[int, Flight] = {}
         self._ended: type[TransportError] | None = None
         self._reason = ""
         self._room = select.poll()
@@ -130,7 +120,7 @@ class Connection:
 
     def forget(self, future: ReplyFuture) -> None:
         """Drop a cancelled request; its reply is dropped when it comes."""
-        assert isinstance(future, _Flight)
+        assert isinstance(future, Flight)
         self._flying.pop(future.identifier, None)
 
     def check_alive(self) -> None:
@@ -152,12 +142,12 @@ class Connection:
         self._ended, self._reason = PeerLostError, "the connection is that of the parent process"
         self._socket.close()
 
-    def _enter(self) -> _Flight:
+    def _enter(self) -> Flight:
         with self._lock:
             if self._ended is not None:
                 raise self.error
             self._identifiers += 1
-            future = self._flying[self._identifiers] = _Flight(self, self._identifiers)
+            future = self._flying[self._identifiers] = Flight(self, self._identifiers)
         return future
 
     def _send(self, buffers: list[memoryview], deadline: float) -> None:

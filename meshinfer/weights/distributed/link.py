@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from meshinfer.errors import PeerLostError, RefusedError, TransportError
-from meshinfer.inference.distributed.client import DistributedClient, probe
+from meshinfer.inference.distributed.client import DistributedClient
 from meshinfer.inference.distributed.connection import Connection
 from meshinfer.inference.distributed.frames import Frame
 from meshinfer.inference.distributed.join import Compared
@@ -90,18 +89,10 @@ class PollClient(DistributedClient):
         return address, self._store_at(address, left, min(left, _LOOK_SECONDS))
 
     def _connection_over(
-        self, pair: Pair, address: ServerAddress, key: tuple[str, ...] | None
+        self, pair: Pair, address: ServerAddress, key: tuple[str, ...] | None, **more: Any
     ) -> Connection:
-        return Connection(
-            pair,
-            self._response_layout,
-            window=self._window,
-            spare=self._spare,
-            policy_version_key=key,
-            patience=self._timeout,
-            probe=partial(probe, address, self._peer),
-            peer=self._peer,
-            room=self._room,
+        return super()._connection_over(
+            pair, address, key, peer=self._peer, room=self._room, **more
         )
 
     def _report_absence(self, failed: bool) -> None:
