@@ -24,7 +24,7 @@ from support import wait_until
 from torch import Tensor
 
 from meshinfer import PeerLostError
-from meshinfer.inference.distributed import session as session_module
+from meshinfer.inference.distributed import plane as plane_module
 from meshinfer.inference.distributed.frames import Frame
 from meshinfer.layout import PayloadLayout
 
@@ -70,7 +70,7 @@ def test_a_client_that_dies_while_it_sends_a_large_request_has_left(
         rows.append(frame.row.tensor)
         return frame
 
-    monkeypatch.setattr(session_module, "Frame", noted)
+    monkeypatch.setattr(plane_module, "Frame", noted)
     with serving(Doubler(), width=LARGE, max_batch_size=1) as server, crew(1) as (client,):
         client.call(connect, port_of(server), width=LARGE, first=None)
         client.begin(query, 1)

@@ -21,11 +21,13 @@ from meshinfer.errors import (
     ServerClosedError,
     TransportError,
 )
+from meshinfer.inference.distributed.announced import AnnouncedRows
 from meshinfer.inference.distributed.connection import Connection
 from meshinfer.inference.distributed.frames import Frame, is_large, proof_in, proof_message
 from meshinfer.inference.distributed.join import Compared, Hello, Identity, Joining
 from meshinfer.inference.distributed.locate import Locator
 from meshinfer.inference.distributed.pair import CLIENT, SERVER, GlooDevice, Pair
+from meshinfer.inference.distributed.plane import DataPlane, FramedRows, RowBackend
 from meshinfer.inference.future import ReplyFuture, reply_by
 from meshinfer.inference.interaction import current_interaction
 from meshinfer.layout import PayloadLayout
@@ -56,6 +58,7 @@ class DistributedClient:
         timeout: seconds for connecting, and after which a waiter without a deadline of its own asks whether the
             server is alive.
         window: requests on the wire at once; more wait in this process.
+        rows: how rows travel, if not in their frames.
         interface: see :func:`~meshinfer.rendezvous.choose_address`.
     """
 
@@ -72,6 +75,7 @@ class DistributedClient:
         timeout: float,
         window: int,
         interface: str | None,
+        rows: RowBackend | None = None,
     ) -> None:
         self._locator = locator
         self._request_layout = request_layout
@@ -80,6 +84,7 @@ class DistributedClient:
         self._timeout = timeout
         self._window = window
         self._interface = interface
+        self._rows = rows
         self._closed = False
         self._reset()
 
@@ -113,12 +118,17 @@ class DistributedClient:
         """
         if self._closed:
             self._check_open()
-        frame = self._spare.pop() if self._spare else Frame(self._request_layout)
+        frame = self._spare.pop() if self._spare else self._new_frame()
         self._request_layout.pack(payload, frame.views)
+        frame.touch()
         connection = self._connection
         if connection is None or connection.ended or self._pid != os.getpid():
             connection = self._connect(self._timeout if timeout is None else timeout)
         return connection.submit(frame, current_interaction())
+
+    def _new_frame(self) -> Frame:
+        layout, rows = self._request_layout, self._rows
+        return Frame(layout, None if rows is None else rows.new_row(layout.row_bytes))
 
     @property
     def in_flight(self) -> int:
@@ -226,17 +236,41 @@ class DistributedClient:
     def _join(self, timeout: float) -> Connection:
         deadline = time.monotonic() + timeout
         address, store = self._reach(deadline)
-        hello = Hello.of(self._identity, self._request_layout, self._compared)
+        said = None if self._rows is None else {"backend": self._rows.name, **self._rows.describe()}
+        hello = Hello.of(self._identity, self._request_layout, self._compared, rows=said)
         joining = Joining(
             store, address.secret, hello.nonce, CLIENT, max(deadline - time.monotonic(), 0.01)
         )
         answer = joining.say_hello(hello)
         local = choose_address(self._interface, reach=(address.host, address.port))
-        large = is_large(self._request_layout), is_large(self._response_layout)
-        pair = joining.build_pair(GlooDevice.at(local, CLIENT), large)
+        pair = joining.build_pair(GlooDevice.at(local, CLIENT), self._large())
         self._prove(pair, joining, answer["nonce"])
         key = answer["policy_version_key"]
-        return self._connection_over(pair, address, None if key is None else tuple(key))
+        return self._begin(pair, joining, address, None if key is None else tuple(key))
+
+    def _begin(
+        self, pair: Pair, joining: Joining, address: ServerAddress, key: tuple[str, ...] | None
+    ) -> Connection:
+        """The connection, once rows can travel."""
+        plane: DataPlane = FramedRows()
+        if self._rows is not None:
+            plane = AnnouncedRows(self._rows, pair, CLIENT, joining.exchange, self._timeout)
+        try:
+            plane.begin_sending(joining.remaining())
+            connection = self._connection_over(pair, address, key, plane)
+            plane.await_receiving(joining.remaining())
+        except BaseException as error:
+            plane.close()
+            pair.abort()
+            if isinstance(error, RuntimeError):
+                raise PeerLostError(f"no way for rows to the {self._peer}: {error}") from error
+            raise
+        return connection
+
+    def _large(self) -> tuple[bool, bool]:
+        if self._rows is not None:
+            return False, False  # frames are headers then
+        return is_large(self._request_layout), is_large(self._response_layout)
 
     @property
     def _compared(self) -> Compared:
@@ -244,11 +278,17 @@ class DistributedClient:
         return self._response_layout
 
     def _connection_over(
-        self, pair: Pair, address: ServerAddress, key: tuple[str, ...] | None, **more: Any
+        self,
+        pair: Pair,
+        address: ServerAddress,
+        key: tuple[str, ...] | None,
+        plane: DataPlane,
+        **more: Any,
     ) -> Connection:
         """What this client does with a pair that both sides have proved; ``more`` is for the connection."""
         return Connection(
             pair,
+            plane,
             self._response_layout,
             window=self._window,
             spare=self._spare,

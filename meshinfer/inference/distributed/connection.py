@@ -22,6 +22,7 @@ from meshinfer.inference.distributed.frames import (
     announcement,
 )
 from meshinfer.inference.distributed.pair import FOREVER, Pair, Receiving
+from meshinfer.inference.distributed.plane import DataPlane
 from meshinfer.inference.future import ReplyFuture
 from meshinfer.inference.remote_errors import decode_exception
 from meshinfer.layout import PayloadLayout
@@ -59,8 +60,10 @@ class _Reply:
 
     __slots__ = ("frame", "read", "work")
 
-    def __init__(self, layout: PayloadLayout, version_key: tuple[str, ...] | None) -> None:
-        self.frame = Frame(layout)
+    def __init__(
+        self, layout: PayloadLayout, frame: Frame, version_key: tuple[str, ...] | None
+    ) -> None:
+        self.frame = frame
         version = {} if version_key is None else {version_key: self.frame.version}
         self.read = layout.reader(self.frame.views, version)
         self.work: Receiving | None = None
@@ -78,6 +81,7 @@ class Connection:
 
     Args:
         pair: proved by both sides.
+        plane: of its rows. Requests can be sent over it already; the thread here begins to receive.
         response_layout: of the replies.
         window: requests on the wire at once.
         spare: takes request frames that are not needed any more.
@@ -93,6 +97,7 @@ class Connection:
     def __init__(
         self,
         pair: Pair,
+        plane: DataPlane,
         response_layout: PayloadLayout,
         *,
         window: int,
@@ -106,6 +111,7 @@ class Connection:
         self.patience = patience
         self.replaced = False
         self._pair: Pair | None = pair
+        self._plane = plane
         self._window = window
         self._probe = probe
         self._peer = peer
@@ -120,9 +126,10 @@ class Connection:
         self._goodbye: tuple[list[Tensor], list[Any]] | None = None
         self._consumed: list[_Reply] = []
         posted = max(window + 1, min(_POSTED, _POSTED_BYTES // response_layout.row_bytes))
+        frames = plane.frames(response_layout, posted)
         self._enough_consumed = max(1, posted - window - 1)
         self._replies = deque(
-            self._post(pair, _Reply(response_layout, policy_version_key)) for _ in range(posted)
+            self._post(pair, _Reply(response_layout, frame, policy_version_key)) for frame in frames
         )
         self.thread = threading.Thread(target=self._run, name="meshinfer-client", daemon=True)
         self.thread.start()
@@ -199,6 +206,7 @@ class Connection:
         assert pair is not None
         try:
             flight.work = pair.send(frame.message)
+            self._plane.send(frame)
             if len(self._consumed) >= self._enough_consumed:
                 self._post_consumed(pair)
         except RuntimeError as error:
@@ -217,18 +225,21 @@ class Connection:
     def _abort(self) -> None:
         pair = self._pair
         if pair is not None:
+            self._plane.close()
             pair.abort()
 
     def _run(self) -> None:
         try:
+            self._plane.begin_receiving()
             while self._receive():
                 pass
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             reason = f"the {self._peer}'s process has gone or was cut off: {error}"
             self._end(PeerLostError, reason)
         except Exception as error:
             logger.exception("a client failed to receive")
             self._end(TransportError, f"this client failed to receive: {error!r}")
+        self._plane.close()
         with self._lock:  # what gloo still holds for us goes, and with it the sockets
             self._pair = self._goodbye = None
             self._replies.clear()
@@ -244,7 +255,9 @@ class Connection:
         frame = reply.frame
         kind = frame.header[_KIND]
         if kind == _RESULT:
+            self._plane.receive(frame)
             result = reply.read()  # before its future leaves our books: reading may fail
+            self._plane.has_read(frame)
             future = self._settle(frame.header[_ID])
             if future is not None:
                 future.fulfil(result)

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from meshinfer.layout import PayloadLayout
 from meshinfer.rows import Row
+from meshinfer.streams import PASSED, Mark, mark
 
 __all__ = [
     "HEADERS",
     "HEADER_BYTES",
     "TAG_ERROR",
     "TAG_FRAME",
+    "TAG_PROBE",
     "TAG_ROW",
     "Field",
     "Frame",
@@ -36,6 +38,7 @@ TAG_FRAME = 0
 TAG_ERROR = 1
 TAG_ABORT = 2
 TAG_ROW = 3
+TAG_PROBE = 4
 TAG_END = 16
 """Added to the tag of a large message, for what follows it."""
 _LARGE_BYTES = 1 << 15
@@ -120,20 +123,49 @@ class Frame:
 
     Args:
         layout: of the row.
+        row: uint8 ``[row_bytes]``, for a row that does not travel in the message, which is a header alone then.
     """
 
-    __slots__ = ("block", "block_views", "header", "message", "row", "version", "views")
+    __slots__ = (
+        "_version",
+        "block",
+        "block_views",
+        "header",
+        "message",
+        "row",
+        "touched",
+        "version",
+        "views",
+    )
 
-    def __init__(self, layout: PayloadLayout) -> None:
-        buffer = layout.new_rows(header_bytes=HEADER_BYTES)
+    def __init__(self, layout: PayloadLayout, row: Tensor | None = None) -> None:
+        if row is None:
+            buffer = layout.new_rows(header_bytes=HEADER_BYTES)
+            row = buffer[HEADER_BYTES:]
+        else:
+            buffer = HEADERS.new_rows(header_bytes=HEADER_BYTES)[:HEADER_BYTES]
         octets = memoryview(buffer[:HEADER_BYTES].numpy().data).cast("B")
         self.message: list[Tensor] = [buffer]
         self.header = octets.cast("q")
-        self.row = Row(buffer[HEADER_BYTES:])
+        self.row = Row(row)
         self.views = layout.views(self.row.tensor)
         self.block = self.row.tensor.unsqueeze(0)  # the same row as a batch of one
         self.block_views = layout.views(self.block)
         octet = 8 * Field.VERSION
-        self.version = (
-            buffer[octet : octet + 8].view(torch.int64).squeeze(0).expand(layout.batch_size)
-        )
+        word = buffer[octet : octet + 8].view(torch.int64).squeeze(0)
+        with torch.inference_mode(False):
+            self._version = word.to(row.device)
+        self.version = self._version.expand(layout.batch_size)
+        self.touched: Mark = PASSED
+        """When what this side has begun to do with the row is done: whoever moves the row waits for that."""
+
+    def touch(self) -> None:
+        """The calling thread has begun to read or to write the row."""
+        device = self.row.tensor.device
+        if device.type != "cpu":
+            self.touched = mark(device)
+
+    def take_version(self) -> None:
+        """Have the version that the header tells in :attr:`version`, where the row is."""
+        if self._version.device.type != "cpu":
+            self._version.fill_(self.header[Field.VERSION])

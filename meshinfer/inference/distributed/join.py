@@ -4,7 +4,7 @@ All messages are queue items in the server's private store, each sealed with the
 
     client -> "join"             hello: who I am, library version, layout fingerprints, a nonce
     server -> "answer/<nonce>"   a session number and a nonce of its own, or why not
-    both   -> "pair/<nonce>/..." gloo addresses, for the pair
+    both   -> "pair/<nonce>/..." gloo addresses, for the pair; what else a channel for rows needs
     both   -> first frame        proof of the secret on the new pair itself
 
 Queues leave no key behind, and a client that dies in between leaves at most its own, which the server removes.
@@ -24,6 +24,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 from torch.distributed import DistError, TCPStore
@@ -31,6 +32,7 @@ from torch.distributed import DistError, TCPStore
 import meshinfer
 from meshinfer.errors import RefusedError, ServerClosedError
 from meshinfer.inference.distributed.pair import CLIENT, SERVER, AddressExchange, GlooDevice, Pair
+from meshinfer.inference.distributed.plane import RowBackend
 from meshinfer.rendezvous import bounded
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
 
 JOIN_QUEUE = "join"
 _NONCE_CHARACTERS = 32
+_EXCHANGES = ("gloo", "requests", "replies")
 
 
 class Compared(Protocol):
@@ -104,6 +107,8 @@ class Hello:
     """The client never connected and never will."""
     failed: bool = False
     """Because of an exception."""
+    rows: Mapping[str, Any] | None = None
+    """How its rows travel, if not in their frames: the name of a backend, and what that says of this side."""
 
     @classmethod
     def of(
@@ -114,6 +119,7 @@ class Hello:
         *,
         absent: bool = False,
         failed: bool = False,
+        rows: Mapping[str, Any] | None = None,
     ) -> Hello:
         """This process's."""
         return cls(
@@ -126,6 +132,7 @@ class Hello:
             pid=os.getpid(),
             absent=absent,
             failed=failed,
+            rows=rows,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -165,6 +172,19 @@ def objection_to_version(claimed: Mapping[str, Any]) -> str | None:
     return (
         f"the client runs meshinfer {theirs}, the server {meshinfer.__version__}; "
         "install one version"
+    )
+
+
+def objection_to_rows(theirs: Mapping[str, Any] | None, here: RowBackend | None) -> str | None:
+    """Why a server whose rows travel so cannot have a client whose rows travel so, or ``None``."""
+    if theirs is None:
+        return None
+    if here is not None and here.name == theirs["backend"]:
+        return here.objection(theirs)
+    ours = "gloo" if here is None else here.name
+    return (
+        f"the client has backend={theirs['backend']!r} and the server backend={ours!r}; "
+        "give both the same, or the client backend='gloo'"
     )
 
 
@@ -257,7 +277,7 @@ class Joining:
         Raises:
             TimeoutError: it has not.
         """
-        exchange = AddressExchange(self._send_address, self._receive_address)
+        exchange = self.exchange("gloo")
         try:
             return Pair(exchange, self._rank, device, self.remaining(), large)
         except RuntimeError as error:
@@ -265,13 +285,22 @@ class Joining:
         finally:
             exchange.forget()
 
+    def exchange(self, name: str) -> AddressExchange:
+        """Both: a store of the same name at both sides, for the addresses of what is built between them."""
+        return AddressExchange(
+            partial(self._send_address, name), partial(self._receive_address, name)
+        )
+
     def proof(self, rank: int, server_nonce: str) -> bytes:
         """What the side ``rank`` shows on the new pair."""
         return _mac(self._secret, f"pair/{rank}", f"{self._nonce}/{server_nonce}".encode())
 
     def clean_up(self) -> None:
         """Server: remove what a client that died in between has left in the store."""
-        left = [answer_queue(self._nonce), self._address_queue(SERVER), self._address_queue(CLIENT)]
+        left = [answer_queue(self._nonce)]
+        left += [
+            self._address_queue(name, side) for name in _EXCHANGES for side in (SERVER, CLIENT)
+        ]
         with contextlib.suppress(
             DistError, RuntimeError
         ):  # an empty queue, or a store that has closed meanwhile
@@ -279,23 +308,21 @@ class Joining:
                 while self.store.queue_len(queue):
                     self.store.queue_pop(queue, block=False)
 
-    def _send_address(self, key: str, value: bytes) -> None:
-        sealed = seal(
-            self._secret, self._address_queue(self._rank), {"key": key, "value": value.hex()}
-        )
-        self.store.queue_push(self._address_queue(self._rank), sealed)
+    def _send_address(self, name: str, key: str, value: bytes) -> None:
+        queue = self._address_queue(name, self._rank)
+        content = {"key": key, "value": value.hex()}
+        self.store.queue_push(queue, seal(self._secret, queue, content))
 
-    def _receive_address(self) -> tuple[str, bytes]:
-        queue = self._address_queue(CLIENT if self._rank == SERVER else SERVER)
-        content = open_sealed(
-            self._secret, queue, self._pop(queue, "the other side's gloo address")
-        )
+    def _receive_address(self, name: str) -> tuple[str, bytes]:
+        queue = self._address_queue(name, CLIENT if self._rank == SERVER else SERVER)
+        data = self._pop(queue, f"the other side's {name} address")
+        content = open_sealed(self._secret, queue, data)
         if content is None:
-            raise RefusedError("a gloo address in the store was not sealed with the job secret")
+            raise RefusedError("an address in the store was not sealed with the job secret")
         return content["key"], bytes.fromhex(content["value"])
 
-    def _address_queue(self, rank: int) -> str:
-        return f"pair/{self._nonce}/{rank}"
+    def _address_queue(self, name: str, rank: int) -> str:
+        return f"pair/{self._nonce}/{name}/{rank}"
 
     def _pop(self, queue: str, awaited: str) -> bytes:
         left = self.remaining()

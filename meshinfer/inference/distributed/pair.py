@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
-from meshinfer.inference.distributed.frames import TAG_ABORT, TAG_END, TAG_FRAME
+from meshinfer.inference.distributed.frames import TAG_ABORT, TAG_END, TAG_FRAME, TAG_PROBE
 
 __all__ = ["CLIENT", "SERVER", "GlooDevice", "Pair", "Receiving"]
 
@@ -111,6 +111,7 @@ class Pair:
         self._outgoing: Any = requests if rank == CLIENT else replies
         self._incoming: Any = replies if rank == CLIENT else requests
         self._large_outgoing, self._large_incoming = large if rank == CLIENT else large[::-1]
+        self._probes: list[Any] = []
 
     def send(self, message: list[torch.Tensor], tag: int = TAG_FRAME) -> list[Any]:
         """Start to send. Never waits.
@@ -131,6 +132,14 @@ class Pair:
             return work
         end = _nothing()
         return _Large(work, end, self._incoming.recv(end, self._peer, tag + TAG_END))
+
+    def probe(self) -> None:
+        """:class:`RuntimeError` if the connection to the peer is known to be broken. Never waits.
+
+        A message that the peer never makes room for: gloo only announces it.
+        """
+        empty = _nothing()
+        self._probes.append((empty, self._outgoing.send(empty, self._peer, TAG_PROBE)))
 
     def abort(self) -> None:
         """Close the connections at once, so that threads that wait on them raise.

@@ -13,20 +13,22 @@ from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
 
-from meshinfer.errors import PeerLostError
+from meshinfer.inference.distributed.attendance import Attendance
 from meshinfer.inference.distributed.frames import Kind
 from meshinfer.inference.distributed.join import (
     JOIN_QUEUE,
     Compared,
     Hello,
-    Identity,
     Joining,
     check_nonce,
+    objection_to_rows,
     objection_to_version,
     open_sealed,
 )
 from meshinfer.inference.distributed.pair import SERVER, GlooDevice
+from meshinfer.inference.distributed.plane import RowBackend
 from meshinfer.inference.distributed.session import ENDED_BY_EXCEPTION, Request, Session
+from meshinfer.inference.distributed.watch import await_aborts
 from meshinfer.inference.doorbell import Doorbell
 from meshinfer.layout import PayloadLayout
 from meshinfer.rendezvous import PrivateStore, ServerAddress
@@ -38,6 +40,7 @@ logger = logging.getLogger("meshinfer.distributed")
 _STOP = b"stop"
 _FOREVER = timedelta(days=3650)
 _JOIN_SECONDS = 30.0
+_ROW_SECONDS = 60.0
 _GOODBYE_SECONDS = 2.0
 _ABORT_SECONDS = 1.0
 _RETURN_SECONDS = 15.0
@@ -58,6 +61,8 @@ class Reception:
         title: what errors call this side.
         expected_ranks: clients that :meth:`wait_until_left` waits for, by the rank of their process.
         join_timeout: seconds for one client to complete its join.
+        rows: how rows travel that are not in their frames; clients choose.
+        row_timeout: seconds for such a row to arrive after its header.
     """
 
     def __init__(
@@ -72,9 +77,13 @@ class Reception:
         title: str,
         expected_ranks: Iterable[int] = (),
         join_timeout: float = _JOIN_SECONDS,
+        rows: RowBackend | None = None,
+        row_timeout: float = _ROW_SECONDS,
     ) -> None:
         self.request_layout = request_layout
         self.response_layout = response_layout
+        self.rows = rows
+        self.row_timeout = row_timeout
         self._compared = compared
         self._title = title
         self.pending: deque[Request] = deque()
@@ -88,14 +97,8 @@ class Reception:
         self._connections: list[TCPStore] = [self._store.connect(join_timeout)]
         hellos = self._store.connect(join_timeout)
         self._work = Doorbell(lambda: self.pending or self._closing)
-        self._changed = threading.Condition()
-        self._sessions: dict[Identity, Session] = {}
-        self._joining: set[Session] = set()
-        self._leaving: list[Session] = []
-        self._expected = frozenset(expected_ranks)
-        self._seen: set[int] = set()
-        self._lost: dict[int, str] = {}
-        self._joins = 0
+        self._attendance = Attendance(expected_ranks)
+        self._joining = self._attendance.joining
         self._hellos = 0
         self._closing = False
         self._closed = threading.Event()
@@ -107,22 +110,20 @@ class Reception:
     @property
     def clients(self) -> int:
         """Clients connected now."""
-        return len(self._sessions)
+        return len(self._attendance.sessions)
 
     @property
     def sessions(self) -> list[Session]:
         """Of the clients connected now."""
-        return list(self._sessions.values())
+        return list(self._attendance.sessions.values())
 
     def note_change(self) -> None:
         """What :meth:`wait_until` waits for may have become true."""
-        with self._changed:
-            self._changed.notify_all()
+        self._attendance.note_change()
 
     def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
         """Until it is true, or the reception closes; looked at whenever a client leaves. ``False`` on time-out."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._closing or condition(), timeout)
+        return self._attendance.wait_until(condition, timeout)
 
     def store_keys(self) -> list[str]:
         """Keys in the private store now; joins use queues, which torch does not list."""
@@ -167,47 +168,14 @@ class Reception:
         Raises:
             PeerLostError: an expected rank was lost, has not come back, and all others have left.
         """
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while self._wait_for(lambda: self._all_left(num_clients), deadline):
-                if self._closing or num_clients is not None or not self._lost:
-                    return True
-                patience = min(deadline, time.monotonic() + _RETURN_SECONDS)
-                if self._wait_for(lambda: not self._all_left(num_clients), patience):
-                    continue
-                if patience == deadline:
-                    break
-                rank, why = min(self._lost.items())
-                waited = (
-                    f"has not come back within {_RETURN_SECONDS:g} s, while all others have left"
-                )
-                raise PeerLostError(f"rank {rank} was lost and {waited}: {why}")
-        return False
-
-    def _wait_for(self, condition: Callable[[], bool], deadline: float) -> bool:
-        """With the lock held: until it is true, or the reception closes; ``False`` at the ``deadline``."""
-        left = None if deadline == float("inf") else max(deadline - time.monotonic(), 0.0)
-        return self._changed.wait_for(lambda: self._closing or condition(), left)
-
-    def _all_left(self, num_clients: int | None) -> bool:
-        if self._sessions or self._joining:
-            return False
-        if num_clients is not None:
-            return self._joins >= num_clients
-        return self._expected <= self._seen if self._expected else self._joins > 0
+        return self._attendance.wait_until_left(num_clients, timeout, _RETURN_SECONDS)
 
     # What a session's thread reports.
 
     def admit(self, session: Session, joining: Joining) -> None:
         """The pair is built and proved; an older session of the same client ends here."""
         self._keep(joining)
-        with self._changed:
-            key = session.identity
-            replaced = self._sessions.pop(key, None)
-            self._sessions[key] = session
-            self._joining.discard(session)
-            self._joins += 1
-            self._note_seen(key)
+        replaced = self._attendance.admit(session)
         logger.debug("%s joined as session %d", session.hello, session.number)
         if replaced is not None:
             logger.info("%s takes over from %s", session.hello, replaced.hello)
@@ -221,12 +189,7 @@ class Reception:
             logger.debug("%s left", session.hello)
         else:
             logger.warning("%s was lost: %s", session.hello, lost)
-        with self._changed:
-            if self._sessions.get(session.identity) is session:
-                del self._sessions[session.identity]
-                self._note_seen(session.identity, lost)
-            self._let_go(session)
-            self._changed.notify_all()
+        self._attendance.leave(session, lost)
 
     def join_failed(self, session: Session, reason: str) -> None:
         """The client did not complete its join, or showed a wrong proof."""
@@ -234,15 +197,7 @@ class Reception:
         logger.log(level, "%s did not complete its join: %s", session.hello, reason)
         if not self._closing:
             self._joining_of(session.hello.nonce).clean_up()
-        with self._changed:
-            self._joining.discard(session)
-            self._let_go(session)
-            self._changed.notify_all()
-
-    def _let_go(self, session: Session) -> None:
-        """With the lock held: its thread is about to end, but has not yet; :meth:`close` waits for it."""
-        self._leaving = [each for each in self._leaving if each.thread.is_alive()]
-        self._leaving.append(session)
+        self._attendance.join_failed(session)
 
     # The listener's thread.
 
@@ -281,12 +236,15 @@ class Reception:
             )
         hello = Hello.from_json(claimed)
         objection = hello.objection(self.request_layout, self._compared, self._title)
+        objection = objection or objection_to_rows(hello.rows, self.rows)
         if objection is not None:
             self._refuse(str(hello), hello.nonce, objection)
         elif self._closing:
             self._answer(hello.nonce, {"closed": True})
         elif hello.absent:
-            self._note_absent(hello)
+            self._attendance.note_absent(
+                hello.identity, ENDED_BY_EXCEPTION if hello.failed else None
+            )
         else:
             self._start_session(hello)
 
@@ -312,37 +270,19 @@ class Reception:
         if not self._connections:
             self._connections.append(joining.store)
 
-    def _note_absent(self, hello: Hello) -> None:
-        with self._changed:
-            self._note_seen(hello.identity, ENDED_BY_EXCEPTION if hello.failed else None)
-            self._changed.notify_all()
-
-    def _note_seen(self, identity: Identity, lost: str | None = None) -> None:
-        """With the lock held: its rank has come, or left, or was ``lost`` for this reason."""
-        if identity.rank is None:
-            return
-        self._seen.add(identity.rank)
-        self._lost.pop(identity.rank, None)
-        if lost is not None and identity.rank in self._expected:
-            self._lost[identity.rank] = lost
-
     def _start_session(self, hello: Hello) -> None:
-        with self._changed:
-            self._hellos += 1
-            session = Session(self, self._joining_of(hello.nonce), hello, self._hellos)
-            self._joining.add(session)
+        self._hellos += 1
+        session = Session(self, self._joining_of(hello.nonce), hello, self._hellos)
+        self._attendance.expect(session)
         session.thread.start()
 
     # The end.
 
     def close(self, timeout: float = _GOODBYE_SECONDS) -> None:
         """Tell every client, wait for their goodbyes for at most ``timeout`` seconds, cut those that stay silent."""
-        with self._changed:
-            first = not self._closing
-            self._closing = True
-            sessions = [*self._sessions.values(), *self._joining, *self._leaving]
-            self._changed.notify_all()
-        if not first:
+        self._closing = True
+        sessions = self._attendance.close()
+        if sessions is None:
             self._closed.wait(timeout + _GOODBYE_SECONDS)
             return
         deadline = time.monotonic() + timeout
@@ -358,7 +298,9 @@ class Reception:
         self.wake()
         self._store.close()  # this ends the joins that still wait in it
         self._join_threads(sessions, time.monotonic() + _ABORT_SECONDS)
-        self._sessions.clear()
+        if self.rows is not None:
+            await_aborts(_ABORT_SECONDS)
+        self._attendance.sessions.clear()
         self._connections.clear()
         self.device = None
         self._closed.set()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from meshinfer.inference.distributed.announced import AnnouncedRows
 from meshinfer.inference.distributed.frames import (
     NO_VERSION,
     TAG_ERROR,
@@ -27,6 +28,7 @@ from meshinfer.inference.distributed.frames import (
 )
 from meshinfer.inference.distributed.join import Hello, Joining
 from meshinfer.inference.distributed.pair import CLIENT, FOREVER, SERVER, Pair, Receiving
+from meshinfer.inference.distributed.plane import DataPlane, FramedRows
 
 if TYPE_CHECKING:
     from meshinfer.inference.distributed.reception import Reception
@@ -69,6 +71,7 @@ class Request:
         """The row has been copied, or will never be: the next request may use it."""
         if self.held:
             self.held = False
+            self.receiver.frame.touch()
             self.session.take_back(self.receiver)
 
     @property
@@ -117,12 +120,14 @@ class Session:
         self._host = host
         self._joining: Joining | None = joining
         self._pair: Pair | None = None
+        self._plane: DataPlane = FramedRows()
         self._free: list[Frame] = []
         self._sent: deque[tuple[Frame | None, list[Any]]] = deque()
         self._acknowledged = 0
         self._freed: deque[_Receiver] = deque()
         self._posted: SimpleQueue[_Receiver | None] = SimpleQueue()
         self._posting = threading.Lock()  # receives are posted and queued in the same order
+        self._sending = threading.Lock()  # and rows leave in the order of their headers
         self._closing = threading.Lock()
         self._said_goodbye = False
         self.thread = threading.Thread(
@@ -131,13 +136,14 @@ class Session:
 
     def reply_frame(self) -> Frame:
         """A frame to write a result into, for :meth:`reply`."""
-        return self._free.pop() if self._free else Frame(self._host.response_layout)
+        return self._free.pop() if self._free else self._plane.frame(self._host.response_layout)
 
     def reply(self, identifier: int, frame: Frame, policy_version: int | None) -> None:
         """Send a result. Never waits; a client that has gone is not an error."""
         header = frame.header
         header[_KIND], header[_ID] = _RESULT, identifier
         header[_VERSION] = NO_VERSION if policy_version is None else policy_version
+        frame.touch()
         self._send(frame.message, reusable=frame)
 
     def reply_error(self, identifier: int, data: bytes) -> None:
@@ -187,6 +193,7 @@ class Session:
         if pair is not None:
             if kind is not None:
                 self.say(kind)
+            self._plane.close()
             pair.abort()
         self._posted.put(None)
 
@@ -211,7 +218,10 @@ class Session:
             ):  # first: there is no room for it yet, so none of it is sent by this thread
                 content, tag = following
                 held.append(pair.send([content], tag))
-            held.append(pair.send(message))
+            with self._sending:
+                held.append(pair.send(message))
+                if reusable is not None:
+                    self._plane.send(reusable)
         except RuntimeError as error:  # the session's own thread notices too, and ends it
             logger.debug("no reply to %s: %s", self.hello, str(error))
         if (
@@ -237,6 +247,7 @@ class Session:
     def _let_go(self) -> None:
         """Drop all that gloo holds for us, and with it the sockets."""
         self._joining = self._pair = None
+        self._plane.close()
         self._sent.clear()
         self._freed.clear()
         self._posted = SimpleQueue()
@@ -249,20 +260,33 @@ class Session:
         device = self._host.device
         if device is None:
             raise ConnectionError("the server is shutting down")
-        large = is_large(self._host.request_layout), is_large(self._host.response_layout)
-        pair = joining.build_pair(device, large)
-        shown = Frame(self._host.request_layout)
+        pair = joining.build_pair(device, self._large())
+        shown = proof_message()
         mine = proof_message(joining.proof(SERVER, server_nonce))
         expected = joining.proof(CLIENT, server_nonce)
-        pair.receive(shown.message).wait(joining.left())
-        if proof_in(shown.message) != expected or shown.header[_KIND] != Kind.PROOF:
+        pair.receive(shown).wait(joining.left())
+        if proof_in(shown) != expected:
             raise ConnectionError("the proof on the new pair is wrong")
-        for frame in (shown, Frame(self._host.request_layout)):
-            self.take_back(_Receiver(frame))
+        self._plane = plane = self._plane_over(pair, joining)
+        for _ in range(2):
+            self.take_back(_Receiver(plane.frame(self._host.request_layout)))
         self._post_freed(pair)
         self._pair = pair
         self._send(mine)
+        plane.begin_receiving()
+        plane.begin_sending(joining.remaining())
         self._host.admit(self, joining)
+
+    def _large(self) -> tuple[bool, bool]:
+        if self.hello.rows is not None:
+            return False, False  # frames are headers then
+        return is_large(self._host.request_layout), is_large(self._host.response_layout)
+
+    def _plane_over(self, pair: Pair, joining: Joining) -> DataPlane:
+        rows = self._host.rows
+        if rows is None or self.hello.rows is None:
+            return FramedRows()
+        return AnnouncedRows(rows, pair, SERVER, joining.exchange, self._host.row_timeout)
 
     def _receive(self) -> str | None:
         """Until the client leaves; why that counts as a loss, if it does."""
@@ -275,6 +299,7 @@ class Session:
             header = receiver.frame.header
             if (kind := header[_KIND]) != _REQUEST:
                 break
+            self._plane.receive(receiver.frame)
             self._acknowledge(header[_ACKNOWLEDGED])
             self._host.ready(Request(self, receiver, time.perf_counter()))
         if not self._said_goodbye:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
+import torch
 from tensordict import TensorDictBase
 
 from meshinfer.arguments import as_count, as_seconds
@@ -17,6 +18,7 @@ from meshinfer.errors import ClosedError, TransportError
 from meshinfer.inference.distributed.client import DistributedClient
 from meshinfer.inference.distributed.join import Compared, Identity
 from meshinfer.inference.distributed.locate import FixedAddress, Listed, Locator
+from meshinfer.inference.distributed.plane import RowBackend, row_backend
 from meshinfer.inference.distributed.reception import Reception
 from meshinfer.inference.distributed.session import Request
 from meshinfer.inference.future import ReplyFuture
@@ -38,7 +40,7 @@ _GOODBYE_SECONDS = 2.0
 
 
 class DistributedTransport(RowwiseTransport):
-    """Requests over standalone gloo pairs, between any processes that reach each other by TCP.
+    """Requests over standalone gloo and NCCL pairs, between any processes that reach each other by TCP.
 
     The server's side owns a private ``TCPStore``, bound to one interface, where clients join; each client gets a
     process group of its own with the server, and one message each way for each request. The user's default process
@@ -49,9 +51,13 @@ class DistributedTransport(RowwiseTransport):
         request_spec: example of one request: a TensorDict (or tensorclass) whose leaves have the shapes and dtypes of
             the real ones; ``batch_size=[B]`` for clients that step ``B`` environments at once. CPU tensors.
         response_spec: example of one reply, with the same ``batch_size``.
-        backend: ``"gloo"``.
+        backend: ``"gloo"`` for tensors in CPU memory; ``"nccl"`` for observations and actions that never leave the
+            GPUs, see ``docs/nccl.md``; or a ready :class:`~meshinfer.inference.distributed.plane.RowBackend`. A server
+            with ``"nccl"`` has clients of either kind.
+        device: with ``"nccl"``, the GPU of this side: where a client's payloads lie and its replies arrive, where a
+            server receives rows. By default the current CUDA device of the process that connects.
         timeout: seconds for a client to connect; also how long a waiter without a deadline waits before it asks
-            whether the server is alive. Idling has no limit.
+            whether the server is alive, and how long a row over NCCL may take. Idling has no limit.
         role: ``"server"`` for the process that serves, ``"client"`` for one that only makes clients.
         host: server: the address to listen on (as ``interface``); client: the server's address.
         port: server: the port of the private store, 0 or ``None`` lets the system choose; client: the server's.
@@ -59,7 +65,8 @@ class DistributedTransport(RowwiseTransport):
             which clients get with :meth:`client` or through the launcher's store.
         interface: name or address of the interface to use, see :func:`~meshinfer.rendezvous.choose_address`.
         window: requests of one client on the wire at once. The server keeps two rows for each client either way, so a
-            ``min_batch_size`` of more than two for each client that asks always waits for its ``timeout``.
+            ``min_batch_size`` of more than two for each client that asks always waits for its ``timeout``. Over NCCL
+            two at most, so that no row is sent that has no place yet.
         directory: where the server is published, and looked up when no ``port`` is given. Set by the mesh.
         name: of this server in the directory; two servers of one job need two names.
         rank: of this process in its job: a client of the same rank that comes later takes over.
@@ -79,7 +86,8 @@ class DistributedTransport(RowwiseTransport):
         request_spec: Any,
         response_spec: Any,
         *,
-        backend: Literal["gloo"] = "gloo",
+        backend: Literal["gloo", "nccl"] | RowBackend = "gloo",
+        device: torch.device | str | int | None = None,
         timeout: float = 60.0,
         role: Literal["server", "client"] = "server",
         host: str | None = None,
@@ -93,9 +101,10 @@ class DistributedTransport(RowwiseTransport):
         expected_ranks: Iterable[int] = (),
         spans_hosts: bool = False,
     ) -> None:
-        _check(backend=backend, timeout=timeout, role=role, port=port, window=window)
+        _check(timeout=timeout, role=role, port=port, window=window)
+        self._rows = row_backend(backend, device=device, window=window)
         super().__init__(request_spec, response_spec)
-        self.backend = backend
+        self.backend = "gloo" if self._rows is None else self._rows.name
         self.role = role
         self.timeout = float(timeout)
         self._window = window
@@ -141,13 +150,21 @@ class DistributedTransport(RowwiseTransport):
             title=self._title,
             expected_ranks=expected_ranks,
             join_timeout=min(self.timeout, 30.0),
+            rows=self._rows,
+            row_timeout=self.timeout,
         )
 
     # For everybody.
 
-    def client(self) -> DistributedClient:
-        """A new client: picklable, connects on first use."""
+    def client(self, *, backend: Literal["gloo"] | None = None) -> DistributedClient:
+        """A new client: picklable, connects on first use.
+
+        Args:
+            backend: ``"gloo"`` for one whose payloads are in CPU memory, whatever the transport's backend is.
+        """
         self._check_open()
+        if backend not in (None, "gloo"):
+            raise ValueError(f"backend={backend!r}: expected 'gloo' or nothing")
         return DistributedClient(
             self._locator,
             self.request_layout,
@@ -156,6 +173,7 @@ class DistributedTransport(RowwiseTransport):
             timeout=self.timeout,
             window=self._window,
             interface=self._interface,
+            rows=self._rows if backend is None else None,
         )
 
     def submit(self, payload: TensorDictBase) -> ReplyFuture:
@@ -294,9 +312,7 @@ def _locator(
     return Listed(directory, name, secret)
 
 
-def _check(*, backend: str, timeout: float, role: str, port: int | None, window: int) -> None:
-    if backend != "gloo":
-        raise ValueError(f"backend={backend!r}: this version has 'gloo'")
+def _check(*, timeout: float, role: str, port: int | None, window: int) -> None:
     if role not in ("server", "client"):
         raise ValueError(f"role={role!r}: expected 'server' or 'client'")
     as_seconds("timeout", timeout)

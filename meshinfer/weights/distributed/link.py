@@ -17,7 +17,6 @@ from meshinfer.inference.distributed.client import DistributedClient
 from meshinfer.inference.distributed.connection import Connection
 from meshinfer.inference.distributed.frames import Frame
 from meshinfer.inference.distributed.join import Compared
-from meshinfer.inference.distributed.pair import Pair
 from meshinfer.inference.future import ReplyFuture
 from meshinfer.rendezvous import ServerAddress
 from meshinfer.weights.layout import WeightLayout
@@ -88,12 +87,8 @@ class PollClient(DistributedClient):
         left = max(deadline - time.monotonic(), 0.01)
         return address, self._store_at(address, left, min(left, _LOOK_SECONDS))
 
-    def _connection_over(
-        self, pair: Pair, address: ServerAddress, key: tuple[str, ...] | None, **more: Any
-    ) -> Connection:
-        return super()._connection_over(
-            pair, address, key, peer=self._peer, room=self._room, **more
-        )
+    def _connection_over(self, *arguments: Any, **more: Any) -> Connection:
+        return super()._connection_over(*arguments, peer=self._peer, room=self._room, **more)
 
     def _report_absence(self, failed: bool) -> None:
         """No publisher waits for subscribers that never come."""

@@ -1,0 +1,220 @@
+"""Rows that follow their headers over channels of their own, and the end of those that get stuck."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+from torch.distributed import Store
+
+from meshinfer.inference.distributed.frames import Frame
+from meshinfer.inference.distributed.pair import CLIENT, Pair
+from meshinfer.inference.distributed.plane import Channel, RowBackend
+from meshinfer.inference.distributed.watch import abort_all, end_watch, keep_watch
+from meshinfer.layout import PayloadLayout
+from meshinfer.streams import Mark
+
+__all__ = ["AnnouncedRows"]
+
+logger = logging.getLogger("meshinfer.distributed")
+
+_LOOK_SECONDS = 0.25
+
+
+class AnnouncedRows:
+    """A :class:`~meshinfer.inference.distributed.plane.DataPlane` over two channels.
+
+    A thread of its own sends, since any thread may ask for it and a channel has one thread. Who receives headers
+    receives rows, with no hand-over: it waits for a row that is surely under way. Should it not arrive, the watch finds
+    out, which looks at all planes of this process from time to time, asks gloo whether the peer lives, and aborts.
+
+    Args:
+        backend: makes the channels.
+        pair: of the headers.
+        rank: of this side.
+        stores: makes a new store for each channel, of that name.
+        timeout: seconds for a channel to be built, and for a row to arrive after its header.
+    """
+
+    def __init__(
+        self,
+        backend: RowBackend,
+        pair: Pair,
+        rank: int,
+        stores: Callable[[str], Store],
+        timeout: float,
+    ) -> None:
+        self._backend = backend
+        self._pair = pair
+        self._rank = rank
+        self._stores = stores
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._channels: list[Channel] = []
+        self._incoming: Channel | None = None
+        self._receiving_since: float | None = None
+        self._unsent: deque[tuple[float, Mark, Frame]] = deque()
+        self._asked: SimpleQueue[tuple[Frame, Mark] | None] = SimpleQueue()
+        self._can_receive, self._can_send = _Stage(), _Stage()
+        self._failure: str | None = None
+        self._closed = False
+        self._sender = threading.Thread(target=self._send_rows, name="meshinfer-rows", daemon=True)
+        keep_watch(self)
+
+    def frames(self, layout: PayloadLayout, count: int) -> list[Frame]:
+        """See :class:`~meshinfer.inference.distributed.plane.DataPlane`: all of one row."""
+        row = self._backend.new_row(layout.row_bytes)
+        return [Frame(layout, row) for _ in range(count)]
+
+    def frame(self, layout: PayloadLayout) -> Frame:
+        """See :class:`~meshinfer.inference.distributed.plane.DataPlane`."""
+        return Frame(layout, self._backend.new_row(layout.row_bytes))
+
+    # Building: requests first, at both sides, then replies.
+
+    def begin_sending(self, timeout: float) -> None:
+        """See :class:`~meshinfer.inference.distributed.plane.DataPlane`."""
+        self._sender.start()
+        self._can_send.wait(timeout, self._pair)
+
+    def await_receiving(self, timeout: float) -> None:
+        """See :class:`~meshinfer.inference.distributed.plane.DataPlane`."""
+        self._can_receive.wait(timeout, self._pair)
+
+    def begin_receiving(self) -> None:
+        """See :class:`~meshinfer.inference.distributed.plane.DataPlane`."""
+        with self._can_receive.settled():
+            self._incoming = self._build(sends=False)
+
+    def _build(self, *, sends: bool) -> Channel:
+        name = "requests" if sends == (self._rank == CLIENT) else "replies"
+        store = self._stores(name)
+        channel = self._backend.channel(store, self._rank, sends=sends, timeout=self._timeout)
+        with self._lock:
+            self._channels.append(channel)
+            closed = self._closed
+        if closed:
+            abort_all([channel])
+            raise RuntimeError(self._reason())
+        return channel
+
+    # Rows.
+
+    def send(self, frame: Frame) -> None:
+        """See :class:`~meshinfer.inference.distributed.plane.DataPlane`."""
+        self._asked.put((frame, frame.touched))
+
+    def receive(self, frame: Frame) -> None:
+        """See :class:`~meshinfer.inference.distributed.plane.DataPlane`."""
+        assert self._incoming is not None
+        self._receiving_since = time.monotonic()
+        try:
+            self._incoming.receive(frame.row.tensor, frame.touched).wait()
+        except RuntimeError as error:
+            raise RuntimeError(self._failure or str(error)) from error
+        finally:
+            self._receiving_since = None
+        if self._closed:
+            raise RuntimeError(self._reason())
+        frame.take_version()
+
+    def has_read(self, frame: Frame) -> None:
+        """See :class:`~meshinfer.inference.distributed.plane.DataPlane`."""
+        frame.touch()
+        frame.touched.wait()
+
+    def _send_rows(self) -> None:
+        """The sender's thread."""
+        try:
+            with self._can_send.settled():
+                channel = self._build(sends=True)
+            while (asked := self._asked.get()) is not None:
+                frame, written = asked
+                began = time.monotonic()
+                self._unsent.append((began, channel.send(frame.row.tensor, written), frame))
+                while self._unsent and self._unsent[0][1].passed():
+                    self._unsent.popleft()
+        except Exception as error:
+            if not self._closed:
+                self.fail(f"a row could not be sent: {error}")
+
+    # The end.
+
+    def look(self, now: float) -> None:
+        """The watch: whether a row has been under way for too long."""
+        since = self._oldest()
+        if since is None or now - since < _LOOK_SECONDS:
+            return
+        try:
+            self._pair.probe()
+        except RuntimeError as error:
+            return self.fail(f"the process at the other end has gone: {error}")
+        if now - since >= self._timeout:
+            self.fail(f"a row did not get through within {self._timeout:g} s after its header")
+
+    def _oldest(self) -> float | None:
+        since = self._receiving_since
+        for began, mark, _ in list(self._unsent):
+            if not mark.passed():
+                return began if since is None else min(began, since)
+        return since
+
+    def fail(self, reason: str) -> None:
+        """Cut the pair for this reason, at both sides and for rows and headers alike."""
+        logger.debug("rows were given up: %s", reason)
+        self._failure = self._failure or reason
+        self.close()
+        self._pair.abort()
+
+    def close(self) -> None:
+        """See :class:`~meshinfer.inference.distributed.plane.DataPlane`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            channels = list(self._channels)
+        self._asked.put(None)
+        abort_all(channels)
+        end_watch()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is over."""
+        return self._closed
+
+    def _reason(self) -> str:
+        return self._failure or "the pair was cut"
+
+
+class _Stage:
+    """Something that one thread does once, and another waits for."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._error: Exception | None = None
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """By what happens inside, well or not."""
+        try:
+            yield
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            self._over.set()
+
+    def wait(self, timeout: float, pair: Pair) -> None:
+        """Raises what went wrong, or :class:`RuntimeError` once the peer has gone, :class:`TimeoutError` in the end."""
+        deadline = time.monotonic() + timeout
+        while not self._over.wait(min(_LOOK_SECONDS, max(deadline - time.monotonic(), 0.0))):
+            pair.probe()
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no channel for rows was built within {timeout:g} s")
+        if self._error is not None:
+            raise self._error

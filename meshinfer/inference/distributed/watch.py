@@ -1,0 +1,120 @@
+"""What looks after the data planes of this process: the watch, and the threads that abort channels."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+from meshinfer.inference.distributed.plane import Channel
+
+__all__ = ["abort_all", "await_aborts", "end_watch", "keep_watch"]
+
+logger = logging.getLogger("meshinfer.distributed")
+
+_TICK_SECONDS = 0.25
+
+
+class Watched(Protocol):
+    """What the watch looks at."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it needs to be looked at no more."""
+
+    def look(self, now: float) -> None:
+        """Act if something takes too long; ``now`` is ``time.monotonic()``."""
+
+
+class _Watch:
+    """A thread that looks at everything four times a second, for as long as there is anything.
+
+    Ticks, since they cost a message nothing, while a deadline for each one would have to be set and taken back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+        self._fewer = threading.Event()
+
+    def keep(self, watched: Watched) -> None:
+        with self._lock:
+            self._watched.add(watched)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="meshinfer-watch", daemon=True
+                )
+                self._thread.start()
+
+    def look_around(self) -> None:
+        """Something needs to be looked at no more: the thread ends at once if it was the last."""
+        self._fewer.set()
+
+    def _run(self) -> None:
+        while True:
+            self._fewer.wait(_TICK_SECONDS)
+            with self._lock:
+                self._fewer.clear()
+                found = [each for each in self._watched if not each.closed]
+                if not found:
+                    self._watched.clear()
+                    self._thread = None
+                    return
+            for each in found:
+                self._look(each)
+            del found
+
+    def _look(self, watched: Watched) -> None:
+        try:
+            watched.look(time.monotonic())
+        except Exception:
+            logger.exception("a data plane could not be looked at")
+
+
+_watches: dict[int, _Watch] = {}
+_aborting: set[threading.Thread] = set()
+
+
+def keep_watch(watched: Watched) -> None:
+    """Look at it from now on, until it is closed or collected."""
+    pid = os.getpid()  # a forked child has the object, but not its thread
+    _watches.setdefault(pid, _Watch()).keep(watched)
+
+
+def end_watch() -> None:
+    """Something that is watched has been closed."""
+    watch = _watches.get(os.getpid())
+    if watch is not None:
+        watch.look_around()
+
+
+def abort_all(channels: Sequence[Channel]) -> None:
+    """Abort them one after the other in a thread of their own, since each may take a while. Never waits."""
+    if channels:
+        thread = threading.Thread(
+            target=_abort, args=(channels,), name="meshinfer-abort", daemon=True
+        )
+        _aborting.add(thread)
+        thread.start()
+
+
+def await_aborts(timeout: float) -> None:
+    """Until what :func:`abort_all` has begun is done, for at most ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    for thread in list(_aborting):
+        thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _abort(channels: Sequence[Channel]) -> None:
+    try:
+        for channel in channels:
+            channel.abort()
+    except Exception:
+        logger.exception("a channel could not be aborted")
+    finally:
+        _aborting.discard(threading.current_thread())

@@ -1,0 +1,69 @@
+"""Work that a GPU does later, as the threads here wait for it: marks in a stream, none on a CPU."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import torch
+
+__all__ = ["PASSED", "Mark", "Passed", "mark"]
+
+
+class Mark(Protocol):
+    """A place in a stream of work."""
+
+    def wait(self) -> None:
+        """Until the work before it is done. Holds neither the interpreter nor the processor meanwhile."""
+
+    def passed(self) -> bool:
+        """Whether it is done. Never waits."""
+
+    def hold_up(self, stream: torch.cuda.Stream) -> None:
+        """Let ``stream`` begin what it gets from now on after the work before this mark. Never waits."""
+
+
+class Passed:
+    """Nothing is left to do, as after any work of a CPU."""
+
+    def wait(self) -> None:
+        """See :class:`Mark`."""
+
+    def passed(self) -> bool:
+        """See :class:`Mark`."""
+        return True
+
+    def hold_up(self, stream: torch.cuda.Stream) -> None:
+        """See :class:`Mark`."""
+
+
+PASSED: Final = Passed()
+
+
+class _StreamMark:
+    """An event in a CUDA stream."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # Blocking: who waits sleeps, instead of keeping a core busy that an environment could use.
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        """See :class:`Mark`."""
+        self._event.synchronize()
+
+    def passed(self) -> bool:
+        """See :class:`Mark`."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def hold_up(self, stream: torch.cuda.Stream) -> None:
+        """See :class:`Mark`."""
+        stream.wait_event(self._event)
+
+
+def mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> Mark:
+    """Marks what ``stream`` has got so far; by default the calling thread's current one of ``device``."""
+    if device.type != "cuda":
+        return PASSED
+    return _StreamMark(torch.cuda.current_stream(device) if stream is None else stream)
