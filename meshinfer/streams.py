@@ -6,7 +6,7 @@ from typing import Final, Protocol
 
 import torch
 
-__all__ = ["PASSED", "Mark", "Passed", "mark"]
+__all__ = ["PASSED", "Mark", "Passed", "mark", "work_on"]
 
 
 class Mark(Protocol):
@@ -67,3 +67,12 @@ def mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> Mark:
     if device.type != "cuda":
         return PASSED
     return _StreamMark(torch.cuda.current_stream(device) if stream is None else stream)
+
+
+def work_on(device: torch.device | None) -> None:
+    """For a thread of ours, first of all: what it does on a GPU, it does on ``device``.
+
+    A thread begins on the first GPU, and would take memory there for no more than an event or page-locked memory.
+    """
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(device)

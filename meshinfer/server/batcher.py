@@ -15,6 +15,7 @@ from meshinfer.server.config import InferenceServerConfig
 from meshinfer.server.policy import ServedPolicy
 from meshinfer.server.sources import Source
 from meshinfer.server.stats import StatsRecorder
+from meshinfer.streams import work_on
 
 __all__ = ["Batcher"]
 
@@ -105,6 +106,7 @@ class Batcher:
 
     def _run(self) -> None:
         try:
+            work_on(self._policy.device)
             with self._policy.turn:
                 self._policy.warm_up_here()
             while not self._stopping:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from meshinfer.errors import ClosedError, TransportError
 from meshinfer.server.policy import ServedPolicy
 from meshinfer.server.swap import ServedWeights
+from meshinfer.streams import work_on
 from meshinfer.weights.protocol import WeightSubscriber, WeightTransport, WeightUpdate
 
 __all__ = ["WeightIntake"]
@@ -92,6 +93,7 @@ class WeightIntake:
 
     def _run(self) -> None:
         try:
+            work_on(self._policy.device)
             while not self._closing.is_set():
                 update = self._receive(None)
                 if update is not None:

@@ -32,7 +32,7 @@ from meshinfer.transport import PolicyBackend, TransportConfig, as_transport_con
 __all__ = ["SplitTransport", "split_transport"]
 
 _OURS = ("role", "directory")
-_SERVER_ONLY = ("host", "port")
+_SERVER_ONLY = ("host", "port", "device")
 
 
 @dataclass(frozen=True)

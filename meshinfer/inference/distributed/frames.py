@@ -158,6 +158,7 @@ class Frame:
         self.version = self._version.expand(layout.batch_size)
         self.touched: Mark = PASSED
         """When what this side has begun to do with the row is done: whoever moves the row waits for that."""
+        self.touch()  # new memory may still have to be zeroed
 
     def touch(self) -> None:
         """The calling thread has begun to read or to write the row."""
