@@ -6,13 +6,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 
-from torch.distributed import Store
-
 from meshinfer.inference.distributed.frames import Frame
+from meshinfer.inference.distributed.join import Joining
 from meshinfer.inference.distributed.pair import CLIENT, Pair
 from meshinfer.inference.distributed.plane import Channel, RowBackend
 from meshinfer.inference.distributed.watch import abort_all, end_watch, keep_watch
@@ -24,6 +23,7 @@ __all__ = ["AnnouncedRows"]
 logger = logging.getLogger("meshinfer.distributed")
 
 _LOOK_SECONDS = 0.25
+_DIRECTIONS = 2
 
 
 class AnnouncedRows:
@@ -36,24 +36,16 @@ class AnnouncedRows:
     Args:
         backend: makes the channels.
         pair: of the headers.
-        rank: of this side.
-        stores: makes a new store for each channel, of that name.
-        timeout: seconds for a channel to be built, and for a row to arrive after its header.
+        joining: where both sides meet while channels are built, and until when.
+        timeout: seconds for a row to arrive after its header.
     """
 
-    def __init__(
-        self,
-        backend: RowBackend,
-        pair: Pair,
-        rank: int,
-        stores: Callable[[str], Store],
-        timeout: float,
-    ) -> None:
+    def __init__(self, backend: RowBackend, pair: Pair, joining: Joining, timeout: float) -> None:
         self._backend = backend
         self._pair = pair
-        self._rank = rank
-        self._stores = stores
+        self._joining: Joining | None = joining
         self._timeout = timeout
+        self._deadline = time.monotonic() + joining.remaining()
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self._incoming: Channel | None = None
@@ -61,7 +53,7 @@ class AnnouncedRows:
         self._unsent: deque[tuple[float, Mark, Frame]] = deque()
         self._asked: SimpleQueue[tuple[Frame, Mark] | None] = SimpleQueue()
         self._can_receive, self._can_send = _Stage(), _Stage()
-        self._failure: str | None = None
+        self.reason: str | None = None
         self._closed = False
         self._sender = threading.Thread(target=self._send_rows, name="meshinfer-rows", daemon=True)
         keep_watch(self)
@@ -77,14 +69,14 @@ class AnnouncedRows:
 
     # Building: requests first, at both sides, then replies.
 
-    def begin_sending(self, timeout: float) -> None:
+    def begin_sending(self) -> None:
         """See :class:`~meshinfer.inference.distributed.plane.DataPlane`."""
         self._sender.start()
-        self._can_send.wait(timeout, self._pair)
+        self._can_send.wait(self._deadline, self._pair)
 
-    def await_receiving(self, timeout: float) -> None:
+    def await_receiving(self) -> None:
         """See :class:`~meshinfer.inference.distributed.plane.DataPlane`."""
-        self._can_receive.wait(timeout, self._pair)
+        self._can_receive.wait(self._deadline, self._pair)
 
     def begin_receiving(self) -> None:
         """See :class:`~meshinfer.inference.distributed.plane.DataPlane`."""
@@ -92,15 +84,24 @@ class AnnouncedRows:
             self._incoming = self._build(sends=False)
 
     def _build(self, *, sends: bool) -> Channel:
-        name = "requests" if sends == (self._rank == CLIENT) else "replies"
-        store = self._stores(name)
-        channel = self._backend.channel(store, self._rank, sends=sends, timeout=self._timeout)
+        joining = self._joining
+        assert joining is not None
+        name = "requests" if sends == (joining.rank == CLIENT) else "replies"
+        store = joining.exchange(name)
+        try:
+            channel = self._backend.channel(
+                store, joining.rank, sends=sends, timeout=joining.remaining()
+            )
+        finally:
+            store.forget()
         with self._lock:
             self._channels.append(channel)
+            if len(self._channels) == _DIRECTIONS:
+                self._joining = None
             closed = self._closed
         if closed:
             abort_all([channel])
-            raise RuntimeError(self._reason())
+            raise RuntimeError(self._why())
         return channel
 
     # Rows.
@@ -116,11 +117,11 @@ class AnnouncedRows:
         try:
             self._incoming.receive(frame.row.tensor, frame.touched).wait()
         except RuntimeError as error:
-            raise RuntimeError(self._failure or str(error)) from error
+            raise RuntimeError(self.reason or str(error)) from error
         finally:
             self._receiving_since = None
         if self._closed:
-            raise RuntimeError(self._reason())
+            raise RuntimeError(self._why())
         frame.take_version()
 
     def has_read(self, frame: Frame) -> None:
@@ -153,7 +154,8 @@ class AnnouncedRows:
         try:
             self._pair.probe()
         except RuntimeError as error:
-            return self.fail(f"the process at the other end has gone: {error}")
+            logger.debug("a row is late, and gloo says: %s", str(error))
+            return self.fail("the process at the other end has gone")
         if now - since >= self._timeout:
             self.fail(f"a row did not get through within {self._timeout:g} s after its header")
 
@@ -167,7 +169,7 @@ class AnnouncedRows:
     def fail(self, reason: str) -> None:
         """Cut the pair for this reason, at both sides and for rows and headers alike."""
         logger.debug("rows were given up: %s", reason)
-        self._failure = self._failure or reason
+        self.reason = self.reason or reason
         self.close()
         self._pair.abort()
 
@@ -177,7 +179,7 @@ class AnnouncedRows:
             if self._closed:
                 return
             self._closed = True
-            channels = list(self._channels)
+            channels, self._joining = list(self._channels), None
         self._asked.put(None)
         abort_all(channels)
         end_watch()
@@ -187,8 +189,8 @@ class AnnouncedRows:
         """Whether it is over."""
         return self._closed
 
-    def _reason(self) -> str:
-        return self._failure or "the pair was cut"
+    def _why(self) -> str:
+        return self.reason or "the pair was cut"
 
 
 class _Stage:
@@ -209,12 +211,16 @@ class _Stage:
         finally:
             self._over.set()
 
-    def wait(self, timeout: float, pair: Pair) -> None:
+    def wait(self, deadline: float, pair: Pair) -> None:
         """Raises what went wrong, or :class:`RuntimeError` once the peer has gone, :class:`TimeoutError` in the end."""
-        deadline = time.monotonic() + timeout
         while not self._over.wait(min(_LOOK_SECONDS, max(deadline - time.monotonic(), 0.0))):
-            pair.probe()
+            try:
+                pair.probe()
+            except RuntimeError as error:
+                raise RuntimeError("the process at the other end has gone, or gave up") from error
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"no channel for rows was built within {timeout:g} s")
+                raise TimeoutError(
+                    "the other side did not build its half of a channel for rows in time"
+                )
         if self._error is not None:
             raise self._error

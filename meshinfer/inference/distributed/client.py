@@ -28,6 +28,7 @@ from meshinfer.inference.distributed.join import Compared, Hello, Identity, Join
 from meshinfer.inference.distributed.locate import Locator
 from meshinfer.inference.distributed.pair import CLIENT, SERVER, GlooDevice, Pair
 from meshinfer.inference.distributed.plane import DataPlane, FramedRows, RowBackend
+from meshinfer.inference.distributed.watch import await_aborts
 from meshinfer.inference.future import ReplyFuture, reply_by
 from meshinfer.inference.interaction import current_interaction
 from meshinfer.layout import PayloadLayout
@@ -254,16 +255,17 @@ class DistributedClient:
         """The connection, once rows can travel."""
         plane: DataPlane = FramedRows()
         if self._rows is not None:
-            plane = AnnouncedRows(self._rows, pair, CLIENT, joining.exchange, self._timeout)
+            plane = AnnouncedRows(self._rows, pair, joining, self._timeout)
         try:
-            plane.begin_sending(joining.remaining())
+            plane.begin_sending()
             connection = self._connection_over(pair, address, key, plane)
-            plane.await_receiving(joining.remaining())
+            plane.await_receiving()
         except BaseException as error:
+            reason = plane.reason or str(error)
             plane.close()
             pair.abort()
             if isinstance(error, RuntimeError):
-                raise PeerLostError(f"no way for rows to the {self._peer}: {error}") from error
+                raise PeerLostError(f"no way for rows to the {self._peer}: {reason}") from error
             raise
         return connection
 
@@ -369,3 +371,4 @@ def _leave(holder: list[Connection], pid: int) -> None:
     for connection in holder:
         connection.close(_GOODBYE_SECONDS)
     holder.clear()
+    await_aborts()  # a thread that is in C++ when the interpreter ends would abort the process

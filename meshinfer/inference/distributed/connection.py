@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from meshinfer.inference.distributed.frames import (
     announcement,
 )
 from meshinfer.inference.distributed.pair import FOREVER, Pair, Receiving
-from meshinfer.inference.distributed.plane import DataPlane
+from meshinfer.inference.distributed.plane import DataPlane, FramedRows
 from meshinfer.inference.future import ReplyFuture
 from meshinfer.inference.remote_errors import decode_exception
 from meshinfer.layout import PayloadLayout
@@ -42,6 +44,7 @@ _POSTED = 16
 _POSTED_BYTES = 1 << 16
 _REQUEST, _RESULT, _ERROR = int(Kind.REQUEST), int(Kind.RESULT), int(Kind.ERROR)
 _ROW = int(Kind.ROW)
+_LAST_WORD = timedelta(seconds=0.2)
 
 
 class _Flight:
@@ -234,17 +237,29 @@ class Connection:
             while self._receive():
                 pass
         except (RuntimeError, TimeoutError) as error:
-            reason = f"the {self._peer}'s process has gone or was cut off: {error}"
-            self._end(PeerLostError, reason)
+            self._lose(self._plane.reason or str(error))
         except Exception as error:
             logger.exception("a client failed to receive")
             self._end(TransportError, f"this client failed to receive: {error!r}")
-        self._plane.close()
+        plane, self._plane = self._plane, FramedRows()
+        plane.close()
         with self._lock:  # what gloo still holds for us goes, and with it the sockets
             self._pair = self._goodbye = None
             self._replies.clear()
             self._consumed.clear()
             self._flying.clear()
+
+    def _lose(self, reason: str) -> None:
+        """No more can be received, unless the server's last word had come behind a row that never did."""
+        kind = _REQUEST
+        with contextlib.suppress(RuntimeError):
+            for reply in list(self._replies)[1:]:
+                if reply.work is not None and kind in (_REQUEST, _RESULT, _ERROR, _ROW):
+                    reply.work.wait(_LAST_WORD)
+                    kind = reply.frame.header[_KIND]
+        if kind in (Kind.REPLACED, Kind.CLOSED):
+            self._farewell_from_server(kind)
+        self._end(PeerLostError, f"the {self._peer}'s process has gone or was cut off: {reason}")
 
     def _receive(self) -> bool:
         """Wait for one message and deliver it; ``False`` after the last one."""

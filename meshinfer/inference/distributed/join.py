@@ -227,9 +227,9 @@ class Joining:
         self, store: TCPStore, secret: bytes, nonce: str, rank: int, timeout: float
     ) -> None:
         self.store = store
+        self.rank = rank
         self._secret = secret
         self._nonce = nonce
-        self._rank = rank
         self._deadline = time.monotonic() + timeout
 
     def remaining(self) -> float:
@@ -279,7 +279,7 @@ class Joining:
         """
         exchange = self.exchange("gloo")
         try:
-            return Pair(exchange, self._rank, device, self.remaining(), large)
+            return Pair(exchange, self.rank, device, self.remaining(), large)
         except RuntimeError as error:
             raise TimeoutError(f"the other side did not complete the gloo pair: {error}") from error
         finally:
@@ -309,12 +309,12 @@ class Joining:
                     self.store.queue_pop(queue, block=False)
 
     def _send_address(self, name: str, key: str, value: bytes) -> None:
-        queue = self._address_queue(name, self._rank)
+        queue = self._address_queue(name, self.rank)
         content = {"key": key, "value": value.hex()}
         self.store.queue_push(queue, seal(self._secret, queue, content))
 
     def _receive_address(self, name: str) -> tuple[str, bytes]:
-        queue = self._address_queue(name, CLIENT if self._rank == SERVER else SERVER)
+        queue = self._address_queue(name, CLIENT if self.rank == SERVER else SERVER)
         data = self._pop(queue, f"the other side's {name} address")
         content = open_sealed(self._secret, queue, data)
         if content is None:

@@ -28,6 +28,10 @@ _MOST_ANNOUNCED = 2
 class DataPlane(Protocol):
     """How the rows of one pair travel, at one of its sides."""
 
+    @property
+    def reason(self) -> str | None:
+        """Why rows were given up, if they were: then whatever gloo says is but a consequence."""
+
     def frames(self, layout: PayloadLayout, count: int) -> list[Frame]:
         """Frames for messages that are received one after the other, each used before the next one is received."""
 
@@ -37,10 +41,10 @@ class DataPlane(Protocol):
     def begin_receiving(self) -> None:
         """First call of the thread that receives. Raises as :meth:`RowBackend.channel` does."""
 
-    def await_receiving(self, timeout: float) -> None:
-        """Until another thread has done that; errors likewise. ``timeout`` in seconds."""
+    def await_receiving(self) -> None:
+        """Until another thread has done that; errors likewise."""
 
-    def begin_sending(self, timeout: float) -> None:
+    def begin_sending(self) -> None:
         """Until rows can be sent; likewise."""
 
     def send(self, frame: Frame) -> None:
@@ -66,6 +70,8 @@ class DataPlane(Protocol):
 class FramedRows:
     """Rows are part of their frames: nothing is left to do."""
 
+    reason: str | None = None
+
     def frames(self, layout: PayloadLayout, count: int) -> list[Frame]:
         """See :class:`DataPlane`."""
         return [Frame(layout) for _ in range(count)]
@@ -77,10 +83,10 @@ class FramedRows:
     def begin_receiving(self) -> None:
         """See :class:`DataPlane`."""
 
-    def await_receiving(self, timeout: float) -> None:
+    def await_receiving(self) -> None:
         """See :class:`DataPlane`."""
 
-    def begin_sending(self, timeout: float) -> None:
+    def begin_sending(self) -> None:
         """See :class:`DataPlane`."""
 
     def send(self, frame: Frame) -> None:
@@ -109,6 +115,9 @@ class Channel(Protocol):
         Args:
             row: uint8 ``[row_bytes]`` on the backend's device; stays as it is until the returned mark has passed.
             after: when the row has been written.
+
+        Returns:
+            A mark that passes by itself, also when nobody waits for it.
 
         Raises:
             RuntimeError: the channel is broken or was aborted. Likewise for what the mark's ``wait`` raises.
@@ -160,7 +169,7 @@ class RowBackend(Protocol):
         the first message.
 
         Args:
-            store: a new one for each channel, where both sides meet.
+            store: a new one for each channel, where both sides meet; it answers until this returns.
             rank: 0 at the server, 1 at the client.
             sends: whether rows leave here; the other side says the opposite.
             timeout: seconds for the other side to come.

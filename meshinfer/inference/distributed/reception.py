@@ -298,8 +298,7 @@ class Reception:
         self.wake()
         self._store.close()  # this ends the joins that still wait in it
         self._join_threads(sessions, time.monotonic() + _ABORT_SECONDS)
-        if self.rows is not None:
-            await_aborts(_ABORT_SECONDS)
+        await_aborts()
         self._attendance.sessions.clear()
         self._connections.clear()
         self.device = None

@@ -233,21 +233,26 @@ class Session:
         try:
             self._build()
         except Exception as error:
+            reason, pair = self._plane.reason or str(error), self._pair
             self._let_go()
-            self._host.join_failed(self, str(error))
+            if pair is not None:
+                pair.abort()  # the client may be building still
+            self._host.join_failed(self, reason)
             return
         lost: str | None = None
         try:
             lost = self._receive()
         except Exception as error:
-            lost = str(error)  # not itself: a log that keeps it would keep our sockets
+            # Its text: a log that keeps the error would keep our sockets.
+            lost = self._plane.reason or str(error)
         self._let_go()
         self._host.leave(self, lost)
 
     def _let_go(self) -> None:
         """Drop all that gloo holds for us, and with it the sockets."""
         self._joining = self._pair = None
-        self._plane.close()
+        plane, self._plane = self._plane, FramedRows()
+        plane.close()
         self._sent.clear()
         self._freed.clear()
         self._posted = SimpleQueue()
@@ -274,7 +279,7 @@ class Session:
         self._pair = pair
         self._send(mine)
         plane.begin_receiving()
-        plane.begin_sending(joining.remaining())
+        plane.begin_sending()
         self._host.admit(self, joining)
 
     def _large(self) -> tuple[bool, bool]:
@@ -286,7 +291,7 @@ class Session:
         rows = self._host.rows
         if rows is None or self.hello.rows is None:
             return FramedRows()
-        return AnnouncedRows(rows, pair, SERVER, joining.exchange, self._host.row_timeout)
+        return AnnouncedRows(rows, pair, joining, self._host.row_timeout)
 
     def _receive(self) -> str | None:
         """Until the client leaves; why that counts as a loss, if it does."""

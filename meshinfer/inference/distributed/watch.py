@@ -17,6 +17,7 @@ __all__ = ["abort_all", "await_aborts", "end_watch", "keep_watch"]
 logger = logging.getLogger("meshinfer.distributed")
 
 _TICK_SECONDS = 0.25
+_ABORT_SECONDS = 5.0
 
 
 class Watched(Protocol):
@@ -103,9 +104,9 @@ def abort_all(channels: Sequence[Channel]) -> None:
         thread.start()
 
 
-def await_aborts(timeout: float) -> None:
-    """Until what :func:`abort_all` has begun is done, for at most ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
+def await_aborts() -> None:
+    """Until what :func:`abort_all` has begun is done, for some seconds at most."""
+    deadline = time.monotonic() + _ABORT_SECONDS
     for thread in list(_aborting):
         thread.join(max(deadline - time.monotonic(), 0.0))
 
