@@ -14,6 +14,7 @@ from torch import Tensor
 from meshinfer.inference.interaction import computing_under, decode_interaction
 from meshinfer.inference.version import Key
 from meshinfer.server.devices import DevicePass, check_available, device_of
+from meshinfer.server.graphs import allow_graphs_here
 from meshinfer.server.swap import ServedWeights, WeightSwap, checked_module
 from meshinfer.server.weights import copy_weights
 from meshinfer.transport import TransportConfig
@@ -61,6 +62,7 @@ class ServedPolicy:
             model = model if device is None else model.to(device)
             device = device or device_of(model)
         self.device = device
+        self._on_gpu = device is not None and device.type == "cuda"
         self._model = model
         self._weights: ServedWeights | None = None
         self.owns_model = not share_weights
@@ -78,6 +80,8 @@ class ServedPolicy:
         # For good: threads that serve are ours and do nothing else.
         if torch.is_grad_enabled():
             torch.set_grad_enabled(False)
+        if self._on_gpu:
+            allow_graphs_here()
         if self.device_pass is None:
             return self._forward(batch, interaction)
         return self.device_pass(batch, lambda moved: self._forward(moved, interaction))
