@@ -24,6 +24,7 @@ def allow_graphs_here() -> None:
     trees: Any = sys.modules.get(_MODULE)
     if trees is None or hasattr(trees.local, _NAMES[0]) or torch._C._is_key_in_tls(_NAMES[0]):
         return
-    for name, place in zip(_NAMES, ({}, defaultdict(threading.Lock)), strict=True):
+    places: tuple[Any, ...] = ({}, defaultdict(threading.Lock))
+    for name, place in zip(_NAMES, places, strict=True):
         setattr(trees.local, name, place)
         torch._C._stash_obj_in_tls(name, place)
