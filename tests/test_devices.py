@@ -18,6 +18,7 @@ from meshinfer import (
     TransportConfig,
     make_inference_transport,
 )
+from meshinfer.server.devices import with_index
 
 SECONDS = 20.0
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -211,6 +212,17 @@ def test_what_is_no_device(name: str, value: Any, error: type[Exception]) -> Non
 def test_a_device_that_is_not_here(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='{ABSENT}': this process has"):
         InferenceServer(double, threads(), **{name: ABSENT})
+
+
+def test_a_device_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, and not in the thread that serves."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert with_index(torch.device("cuda")) == torch.device("cuda:1")
+    for device in (None, CPU, META, torch.device("cuda:0")):
+        assert with_index(device) == device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert with_index(torch.device("cuda")) == torch.device("cuda")
 
 
 def test_devices_are_given_once() -> None:

@@ -134,7 +134,13 @@ class ServedTransport(InferenceTransport, Protocol):
 
 @runtime_checkable
 class BatchedTransport(ServedTransport, Protocol):
-    """A transport whose requests are fixed-layout rows, so that a whole batch is gathered and scattered at once."""
+    """A transport whose requests are fixed-layout rows, so that a whole batch is gathered and scattered at once.
+
+    One with ``stages_devices = True`` brings rows to a policy on a GPU and its results back by itself: its
+    ``request_batch`` and ``response_batch`` take a ``device``, which a server gives them for such a policy only.
+    ``gather_requests`` then gives a batch on that device, and ``resolve_batch`` takes results that lie there. For
+    others the server moves each leaf of a batch.
+    """
 
     def drain_slots(self, max_items: int) -> Sequence[RequestHandle]:
         """At most ``max_items`` waiting requests, oldest first. Never waits."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from meshinfer.device_rows import DeviceReplies, DeviceRequests, LandedRequests, replace_broken
 from meshinfer.inference.remote_errors import encode_exception
 from meshinfer.inference.version import stamp_version
 from meshinfer.layout import PayloadLayout, RowViews
@@ -17,7 +19,10 @@ __all__ = ["RowFrame", "RowRequest", "RowwiseTransport", "row_layouts", "version
 
 
 class RowFrame(Protocol):
-    """Where one row lies, in the forms in which it is used; see :class:`~meshinfer.slots.Slot`."""
+    """Where one row lies, in the forms in which it is used; see :class:`~meshinfer.slots.Slot`.
+
+    Of a client with rows on a device, all of them lie there; ``row.on_host`` tells.
+    """
 
     row: Row
     views: RowViews
@@ -40,13 +45,19 @@ class RowRequest(Protocol):
         """Whether nobody waits for the reply, so that the row may have been written over."""
 
     def release(self) -> None:
-        """The row has been copied, or will never be: the next request may use it."""
+        """The row has been copied, or will never be: the next request may use it. More than once is as once.
+
+        One on a device may be written when its device has done what the calling thread's current stream has got.
+        """
 
     def reply_frame(self) -> Any:
-        """The :class:`RowFrame` to write the reply into."""
+        """The :class:`RowFrame` to write the reply into, in CPU memory or on a device as the request's."""
 
     def reply(self, frame: Any, policy_version: int | None) -> None:
-        """Send it. Never waits; a client that has gone is not an error."""
+        """Send it. Never waits; a client that has gone is not an error.
+
+        A row on a device has been written when its device has done what the calling thread's current stream has got.
+        """
 
     def reply_error(self, data: bytes) -> None:
         """Send an encoded exception. Likewise."""
@@ -63,6 +74,10 @@ class RowwiseTransport:
     """
 
     policy_version_key: tuple[str, ...] | None
+    stages_devices: bool = True
+    """Whether :meth:`request_batch` and :meth:`response_batch` take the policy's device."""
+    row_device: torch.device | None = None
+    """Where rows of some clients lie, if not all are in CPU memory."""
     _closed: bool
 
     def __init__(self, request_spec: Any, response_spec: Any) -> None:
@@ -104,21 +119,48 @@ class RowwiseTransport:
         callback.release()
         callback.reply_error(encode_exception(exc))
 
-    def request_batch(self, capacity: int) -> RowBlock:
-        """Staging for ``capacity`` requests."""
+    def request_batch(
+        self, capacity: int, device: torch.device | None = None
+    ) -> RowBlock | DeviceRequests:
+        """Staging for ``capacity`` requests; ``device`` is the policy's, ``None`` for the CPU."""
+        if device is not None:
+            return DeviceRequests(self.request_layout, capacity, device)
+        if self.row_device is not None:
+            return LandedRequests(self.request_layout, capacity, self.row_device)
         return RowBlock(self.request_layout, capacity)
 
-    def response_batch(self, capacity: int) -> RowBlock:
-        """Staging for ``capacity`` replies."""
-        return RowBlock(self.response_layout, capacity)
+    def response_batch(
+        self, capacity: int, device: torch.device | None = None
+    ) -> RowBlock | DeviceReplies:
+        """Staging for ``capacity`` replies; ``device`` as for :meth:`request_batch`."""
+        where = self.row_device if device is None else device
+        if where is None:
+            return RowBlock(self.response_layout, capacity)
+        return DeviceReplies(self.response_layout, capacity, where)
 
-    def gather_requests(self, slots: Sequence[Any], out: RowBlock) -> TensorDictBase:
+    def gather_requests(
+        self, slots: Sequence[Any], out: RowBlock | DeviceRequests
+    ) -> TensorDictBase:
         """The policy's input: the requests' batch dimensions are flattened into one. Valid until the next gather."""
+        if isinstance(out, DeviceRequests):
+            return self._gather_for_device(slots, out)
         if len(slots) == 1:  # read in place: it is released when it has been answered
             frame = slots[0].frame
             return read_rows(self.request_layout, frame.block_views, frame.block)
         batch = out.gather([request.frame.row for request in slots])
-        self._replace_given_up(slots, out)
+        broken = _given_up(slots)
+        if broken:
+            replace_broken(out.rows, len(slots), broken)
+            batch = out.batch(len(slots))
+        for request in slots:
+            request.release()
+        return batch
+
+    def _gather_for_device(self, slots: Sequence[Any], out: DeviceRequests) -> TensorDictBase:
+        frames = [request.frame for request in slots]
+        if len(slots) == 1 and out.lies_here(frames[0].row):
+            return out.read(frames[0].block_views, frames[0].block)
+        batch = out.gather([frame.row for frame in frames], lambda: _given_up(slots))
         for request in slots:
             request.release()
         return batch
@@ -127,7 +169,7 @@ class RowwiseTransport:
         self,
         slots: Sequence[Any],
         results: TensorDictBase,
-        out: RowBlock | None = None,
+        out: RowBlock | DeviceReplies | None = None,
         *,
         policy_version: int | None = None,
     ) -> None:
@@ -143,6 +185,10 @@ class RowwiseTransport:
             KeyError, ValueError, TypeError: ``results`` does not have what the response spec declares; nothing was
                 sent.
         """
+        if out is None and self.row_device is not None:
+            out = self.response_batch(len(slots))
+        if isinstance(out, DeviceReplies):
+            return self._resolve_from_device(slots, results, out, policy_version)
         key = self.policy_version_key
         if policy_version is not None and key in self._declared:
             assert key is not None
@@ -150,7 +196,7 @@ class RowwiseTransport:
             results = stamp_version(results.copy(), key, policy_version)
         if len(slots) == 1:
             return self._resolve_single(slots[0], results, policy_version)
-        block = out if out is not None else self.response_batch(len(slots))
+        block = RowBlock(self.response_layout, len(slots)) if out is None else out
         block.pack(results, len(slots))
         for request, row in zip(slots, block.rows, strict=False):
             if request.given_up:
@@ -158,6 +204,33 @@ class RowwiseTransport:
             frame = request.reply_frame()
             copy_row(row, frame.row)
             request.reply(frame, policy_version)
+
+    def _resolve_from_device(
+        self,
+        slots: Sequence[Any],
+        results: TensorDictBase,
+        out: DeviceReplies,
+        version: int | None,
+    ) -> None:
+        key, stamp = self.policy_version_key, None
+        if version is not None and key is not None and key in self._declared:
+            stamp = key, version
+        out.pack(results, len(slots), stamp)
+        if len(slots) == 1:
+            slots[0].release()  # it may have been read in place
+        frames = {
+            index: request.reply_frame()
+            for index, request in enumerate(slots)
+            if not request.given_up
+        }
+        out.deliver({index: frame.row for index, frame in frames.items()}, len(slots))
+        for index, frame in frames.items():
+            request = slots[index]
+            if frame.row.on_host:
+                if request.given_up:
+                    continue  # since then, and its place may hold the reply to another one
+                copy_row(out.rows[index], frame.row)
+            request.reply(frame, version)
 
     def _resolve_single(self, request: Any, results: TensorDictBase, version: int | None) -> None:
         if request.given_up:
@@ -167,14 +240,10 @@ class RowwiseTransport:
         request.release()
         request.reply(frame, version)
 
-    @staticmethod
-    def _replace_given_up(slots: Sequence[Any], out: RowBlock) -> None:
-        """A row that was written over while it was copied may be nonsense, which must not spoil its neighbours."""
-        broken = [index for index, request in enumerate(slots) if request.given_up]
-        if broken and len(broken) < len(slots):
-            whole = next(index for index in range(len(slots)) if index not in broken)
-            for index in broken:
-                copy_row(out.rows[whole], out.rows[index])
+
+def _given_up(slots: Sequence[Any]) -> list[int]:
+    """Rows that were written over while they were copied may be nonsense, which must not spoil their neighbours."""
+    return [index for index, request in enumerate(slots) if request.given_up]
 
 
 def row_layouts(request_spec: Any, response_spec: Any) -> tuple[PayloadLayout, PayloadLayout]:

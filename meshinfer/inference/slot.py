@@ -2,164 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
+import torch
+from tensordict import TensorDictBase
 
 from meshinfer.arguments import as_count
+from meshinfer.device_rows import DeviceReplies, DeviceRequests
 from meshinfer.inference.exchange import LocalRequest, Member
 from meshinfer.inference.interaction import current_interaction
 from meshinfer.inference.local import LocalClient, LocalTransport
 from meshinfer.inference.rowcall import NO_VERSION, RowCall
 from meshinfer.inference.rowwise import row_layouts, version_of
+from meshinfer.inference.slot_rows import SlotRows, SlotStaging
 from meshinfer.inference.version import stamped
-from meshinfer.items import check_collection, split_items
+from meshinfer.items import split_items
 from meshinfer.layout import PayloadLayout
 from meshinfer.rows import Row, RowBlock, copy_row, read_rows
-from meshinfer.slots import Slot, SlotBank
-from meshinfer.specs import short_key
+from meshinfer.slots import SlotBank
 
 __all__ = ["SlotClient", "SlotTransport"]
-
-_EXTRA_ROWS = 64
-"""Rows that are kept beyond one for each slot: for clients with more than one request in flight."""
-
-
-class _Request(LocalRequest):
-    """One request and the row that it is packed in, until that is released."""
-
-    __slots__ = ("_rows", "frame")
-
-    def __init__(self, member: Member, interaction: int, rows: _Rows, frame: Slot) -> None:
-        super().__init__(member, interaction)
-        self._rows = rows
-        self.frame: Slot | None = frame
-
-    def release(self) -> None:
-        """The row has been read, or never will be."""
-        frame, self.frame = self.frame, None
-        if frame is not None:
-            self._rows.give_back(frame)
-
-    withdrawn = release
-
-
-class _Rows:
-    """The layout of requests, and rows to pack them into."""
-
-    def __init__(
-        self, num_slots: int, layout: PayloadLayout | None, response_layout: PayloadLayout | None
-    ) -> None:
-        self.num_slots = num_slots
-        self.layout: PayloadLayout | None = None
-        self.response_layout = response_layout
-        self._derived = layout is None
-        self._fixing = threading.Lock()
-        self._free: list[Slot] = []
-        self._made = itertools.count()
-        self._bank: SlotBank
-        if layout is not None:
-            self._lay_out(layout)
-
-    def __call__(self, member: Member, payload: TensorDictBase) -> _Request:
-        """A request with a copy of ``payload``; the first one fixes the layout where none was declared."""
-        layout = self.layout or self._fix(payload)
-        frame = self._take(layout)
-        try:
-            layout.pack(payload, frame.views)
-            if self._derived:
-                _refuse_more(layout, payload)
-        except (TypeError, ValueError) as error:
-            self.give_back(frame)
-            if self._derived:
-                raise _explained(error) from error
-            raise
-        return _Request(member, current_interaction(), self, frame)
-
-    def give_back(self, frame: Slot) -> None:
-        """The row may take another request."""
-        if len(self._free) < self.num_slots + _EXTRA_ROWS:
-            self._free.append(frame)
-
-    def _take(self, layout: PayloadLayout) -> Slot:
-        try:
-            return self._free.pop()  # the one that was used last is the one that is cached
-        except IndexError:
-            index = next(self._made)
-        return self._bank[index] if index < self.num_slots else SlotBank(layout, 1)[0]
-
-    def _fix(self, payload: TensorDictBase) -> PayloadLayout:
-        check_collection(payload)
-        with self._fixing:
-            if self.layout is not None:
-                return self.layout  # another thread was first
-            try:
-                layout = PayloadLayout.from_spec(payload)
-                trial = SlotBank(layout, 1)[0]
-                layout.pack(payload, trial.views)  # what cannot be packed fixes nothing
-            except (TypeError, ValueError) as error:
-                raise _explained(error) from error
-            self._lay_out(layout)
-            return layout
-
-    def _lay_out(self, layout: PayloadLayout) -> None:
-        try:
-            self._bank = SlotBank(layout, self.num_slots)
-        except (RuntimeError, MemoryError) as error:
-            raise ValueError(
-                f"num_slots={self.num_slots}: rows of {layout.row_bytes} bytes for so many do not fit into memory"
-            ) from error
-        self.layout = layout
-
-
-def _explained(error: Exception) -> Exception:
-    kind = TypeError if isinstance(error, TypeError) else ValueError
-    return kind(
-        f"{error}. The first request fixes what transport='slot' takes; declare request_spec to have "
-        "other keys left out, or use transport='queue', which takes any payload"
-    )
-
-
-def _refuse_more(layout: PayloadLayout, payload: TensorDictBase) -> None:
-    """Nothing is left out silently where nobody said what belongs to a request."""
-    if type(payload) is TensorDict and _count(payload) == len(layout.leaves):
-        return
-    declared = {leaf.key for leaf in layout.leaves}
-    for key in _keys(payload, ()):
-        if key not in declared:
-            raise ValueError(
-                f"request {short_key(key)!r}: expected no such key, as in the first request"
-            )
-
-
-def _count(node: TensorDict) -> int:
-    return sum(_count(value) if type(value) is TensorDict else 1 for value in node.values())
-
-
-def _keys(node: Any, prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    for key, value in node.items():
-        if is_tensor_collection(value) and not is_non_tensor(value):
-            yield from _keys(value, (*prefix, key))
-        else:
-            yield (*prefix, key)
-
-
-class _Staging:
-    """Room for a batch of requests, whose layout may not be known yet."""
-
-    def __init__(self, capacity: int, layout: PayloadLayout | None) -> None:
-        self._capacity = as_count("capacity", capacity)
-        self._block = None if layout is None else RowBlock(layout, capacity)
-
-    def block(self, layout: PayloadLayout) -> RowBlock:
-        """The rows."""
-        if self._block is None:
-            self._block = RowBlock(layout, self._capacity)
-        return self._block
 
 
 class _RowRequest(LocalRequest):
@@ -220,7 +85,7 @@ class SlotClient(LocalClient):
     def row_call(self, request: PayloadLayout, response: PayloadLayout) -> RowCall | None:
         """As :meth:`~meshinfer.inference.rowcall.RowCalling.row_call`."""
         rows = self._pack
-        assert isinstance(rows, _Rows)
+        assert isinstance(rows, SlotRows)
         if (rows.layout, rows.response_layout) != (request, response):
             return None
         return _RowRequest(self._member, request, response)
@@ -258,7 +123,7 @@ class SlotTransport(LocalTransport):
         if request_spec is not None:
             layout, self.response_layout = row_layouts(request_spec, response_spec)
         self.num_slots = num_slots
-        self._rows = _Rows(num_slots, layout, self.response_layout)
+        self._rows = SlotRows(num_slots, layout, self.response_layout)
         leaves = self.response_layout.leaves if self.response_layout is not None else ()
         self._declared = frozenset(leaf.key for leaf in leaves)
         super().__init__(self._rows, num_slots=num_slots)
@@ -288,22 +153,35 @@ class SlotTransport(LocalTransport):
         """At most ``max_items`` waiting requests, oldest first, still in their rows."""
         return self._exchange.take(max_items)
 
-    def request_batch(self, capacity: int) -> _Staging:
-        """Staging for ``capacity`` requests."""
-        return _Staging(capacity, self._rows.layout)
+    @property
+    def stages_devices(self) -> bool:
+        """Whether replies have a layout, and can come back from a policy's device in rows."""
+        return self.response_layout is not None
 
-    def response_batch(self, capacity: int) -> RowBlock | None:
-        """Staging for replies that go into rows; others need none between threads."""
+    def request_batch(self, capacity: int, device: torch.device | None = None) -> SlotStaging:
+        """Staging for ``capacity`` requests; ``device`` is the policy's, ``None`` for the CPU."""
+        return SlotStaging(capacity, self._rows.layout, device)
+
+    def response_batch(
+        self, capacity: int, device: torch.device | None = None
+    ) -> RowBlock | DeviceReplies | None:
+        """Staging for replies that go into rows, or come from ``device``; others need none between threads."""
         layout = self.response_layout
-        return None if layout is None else RowBlock(layout, capacity)
+        if layout is None or device is None:
+            return None if layout is None else RowBlock(layout, capacity)
+        return DeviceReplies(layout, capacity, device)
 
-    def gather_requests(self, slots: Sequence[Any], out: _Staging) -> TensorDictBase:
+    def gather_requests(self, slots: Sequence[Any], out: SlotStaging) -> TensorDictBase:
         """The policy's input: the requests' batch dimensions are flattened into one. Valid until the next gather."""
         layout = self._known()
-        if len(slots) == 1:  # read in place: it is released when it has been answered
+        block = out.block(layout)
+        if isinstance(block, DeviceRequests):
+            batch = block.gather([request.frame.row for request in slots], tuple)
+        elif len(slots) == 1:  # read in place: it is released when it has been answered
             frame = slots[0].frame
             return read_rows(layout, frame.block_views, frame.block)
-        batch = out.block(layout).gather([request.frame.row for request in slots])
+        else:
+            batch = block.gather([request.frame.row for request in slots])
         for request in slots:
             request.release()
         return batch
@@ -312,7 +190,7 @@ class SlotTransport(LocalTransport):
         self,
         slots: Sequence[Any],
         results: TensorDictBase,
-        out: RowBlock | None = None,
+        out: RowBlock | DeviceReplies | None = None,
         *,
         policy_version: int | None = None,
     ) -> None:
@@ -330,7 +208,10 @@ class SlotTransport(LocalTransport):
         """
         rowwise = [type(request) is _RowRequest for request in slots]
         replies: Sequence[Any] = ()
-        if True in rowwise:
+        if isinstance(out, DeviceReplies):
+            results = out.land(results, len(slots), self._stamp(policy_version))
+            rows = out.rows
+        elif True in rowwise:
             rows = self._pack_rows(results, len(slots), out, policy_version)
         if False in rowwise:
             replies = self._split(results, len(slots), policy_version)
@@ -356,13 +237,20 @@ class SlotTransport(LocalTransport):
     def _pack_rows(
         self, results: TensorDictBase, count: int, out: RowBlock | None, version: int | None
     ) -> list[Row]:
-        block = out or self.response_batch(count)
-        assert block is not None  # a row call needs the layout of replies
-        key = self.policy_version_key
-        if version is not None and key is not None and key in self._declared:
-            results = stamped(results, key, version)
+        assert self.response_layout is not None  # a row call needs the layout of replies
+        block = out or RowBlock(self.response_layout, count)
+        stamp = self._stamp(version)
+        if stamp is not None:
+            results = stamped(results, *stamp)
         block.pack(results, count)
         return block.rows
+
+    def _stamp(self, version: int | None) -> tuple[tuple[str, ...], int] | None:
+        """The declared key that the version goes into, and the version."""
+        key = self.policy_version_key
+        if version is None or key is None or key not in self._declared:
+            return None
+        return key, version
 
     def _split(
         self, results: TensorDictBase, count: int, version: int | None

@@ -13,6 +13,7 @@ from meshinfer.inference.protocol import BatchedTransport, InferenceTransport
 from meshinfer.inference.version import stamped
 from meshinfer.items import split_items, stack_items, structure_of
 from meshinfer.server.config import InferenceServerConfig
+from meshinfer.server.devices import staging_device
 from meshinfer.server.static import StaticBatch, first_rows
 
 __all__ = ["ItemSource", "RowSource", "Source", "make_source"]
@@ -46,15 +47,21 @@ class RowSource:
         transport: has the rows.
         capacity: requests in a batch, at most.
         static: pads each batch to one size.
+        device: where the policy computes, if the transport is to bring its rows there.
     """
 
     def __init__(
-        self, transport: BatchedTransport, capacity: int, static: StaticBatch | None = None
+        self,
+        transport: BatchedTransport,
+        capacity: int,
+        static: StaticBatch | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        where = {} if device is None else {"device": device}
         self._transport = transport
         self._static = static
-        self._requests = transport.request_batch(capacity)
-        self._responses = transport.response_batch(capacity)
+        self._requests = transport.request_batch(capacity, **where)
+        self._responses = transport.response_batch(capacity, **where)
         self.drain: Callable[[int], list[Any]] = transport.drain_slots  # type: ignore[assignment]
         self.fail: Callable[[Any, BaseException], None] = transport.resolve_exception
         self.alike: Callable[[Any], Hashable] = attrgetter("interaction")
@@ -163,7 +170,8 @@ def make_source(
     """Rows where the transport has them; arguments as for :class:`ItemSource`, ``device`` is the policy's."""
     size = config.static_batch_size
     if collate is None and isinstance(transport, BatchedTransport):
-        pinned = device is not None and device.type == "cuda"
+        staged = staging_device(transport, collate, device)
+        pinned = staged is None and device is not None and device.type == "cuda"
         static = None if size is None else StaticBatch(size, pinned=pinned)
-        return RowSource(transport, config.max_batch_size, static)
+        return RowSource(transport, config.max_batch_size, static, staged)
     return ItemSource(transport, collate, version_key, size)

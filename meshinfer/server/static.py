@@ -21,9 +21,11 @@ class StaticBatch:
     Its leaves are dense and stay where they are, so that a compiled policy finds the same strides and the same
     alignment in every pass, however many requests there are and wherever they lay.
 
+    It lies where the batches do.
+
     Args:
         size: requests in each batch.
-        pinned: page-locked, for copies to a GPU.
+        pinned: page-locked, for copies from the CPU to a GPU.
     """
 
     def __init__(self, size: int, *, pinned: bool = False) -> None:
@@ -64,7 +66,10 @@ class StaticBatch:
         with torch.inference_mode(False):
             whole: TensorDictBase = batch.apply(  # type: ignore[assignment]
                 lambda leaf: torch.empty(
-                    (rows, *leaf.shape[1:]), dtype=leaf.dtype, pin_memory=self._pinned
+                    (rows, *leaf.shape[1:]),
+                    dtype=leaf.dtype,
+                    device=leaf.device,
+                    pin_memory=self._pinned and leaf.device.type == "cpu",
                 ),
                 batch_size=[rows],
             )

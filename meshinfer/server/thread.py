@@ -14,10 +14,7 @@ from tensordict.nn import InteractionType
 
 from meshinfer.arguments import as_count, as_seconds
 from meshinfer.inference.interaction import encode_interaction
-from meshinfer.inference.protocol import (
-    InferenceTransport,
-    ServedTransport,
-)
+from meshinfer.inference.protocol import InferenceTransport, ServedTransport
 from meshinfer.inference.resolver import make_inference_transport
 from meshinfer.inference.version import Key, as_key
 from meshinfer.server.batcher import Batcher
@@ -27,7 +24,7 @@ from meshinfer.server.config import (
     merged_config,
     merged_devices,
 )
-from meshinfer.server.devices import device_pass
+from meshinfer.server.devices import device_pass, staging_device, with_index
 from meshinfer.server.lifetime import NOT_STARTED, ServerHealth
 from meshinfer.server.parts import ServerParts
 from meshinfer.server.policy import ServedPolicy
@@ -54,7 +51,8 @@ class ThreadInferenceServer(InferenceServer):
             a plain ``nn.Module``. Its input has ``batch_size [N]``, N rows of however many requests (the batch
             dimensions of vectorised requests are flattened); it is valid during the call only: clone what you keep.
             A module is copied, so that training it in this process changes nothing until :meth:`update_model`.
-        transport: a ready transport, a kind, a :class:`~meshinfer.transport.TransportConfig`, or ``None``/``"auto"``.
+        transport: a ready transport, a kind, a :class:`~meshinfer.transport.TransportConfig`, or ``None``/``"auto"``;
+            or a sequence of them, see :class:`~meshinfer.inference.merged.MergedTransport`.
         num_slots: for a transport with slots: one for each client.
         max_batch_size: requests in one forward pass, at most.
         min_batch_size: requests to wait for, for at most ``timeout``.
@@ -85,7 +83,7 @@ class ThreadInferenceServer(InferenceServer):
     def __init__(
         self,
         model: Callable[..., Any],
-        transport: InferenceTransport | TransportConfig | str | None = "auto",
+        transport: InferenceTransport | TransportConfig | str | Sequence[Any] | None = "auto",
         *,
         num_slots: int | None = None,
         max_batch_size: int | None = None,
@@ -122,7 +120,7 @@ class ThreadInferenceServer(InferenceServer):
             in_keys=in_keys,
             out_keys=out_keys,
             share_weights=share_weights,
-            device=devices.server_policy_device(),
+            device=with_index(devices.server_policy_device()),
             version=policy_version,
         )
         asked = isinstance(transport, str | TransportConfig | None)
@@ -139,7 +137,7 @@ class ThreadInferenceServer(InferenceServer):
         )
         try:
             self._policy.device_pass = device_pass(
-                self.transport, self._policy.device, devices.server_output_device()
+                self.transport, self._policy.device, devices.server_output_device(), collate_fn
             )
             self.weight_transport = self._policy.weight_transport(weight_transport)
         except (ValueError, TypeError):
@@ -259,6 +257,9 @@ class ThreadInferenceServer(InferenceServer):
             raise ValueError("prepare() needs static_batch_size=, the one size to prepare for")
         layout = getattr(self.transport, "request_layout", None)
         batch = example_batch((request_spec, self._request_spec, layout), size, self._collate)
+        device = staging_device(self.transport, self._collate, self._policy.device)
+        if device is not None:  # the transport would have brought it there
+            batch = batch.to(device)
         with self._turn():
             self._policy.warm_up(batch, encode_interaction(interaction_type))
         return self
