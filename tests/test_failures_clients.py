@@ -256,7 +256,7 @@ def test_a_client_that_dies_half_joined_delays_nobody_and_leaves_no_key(
         other.call(query, 1, within=2.0)
         newcomer.call(connect, port_of(server), rank=RANK, timeout=20.0, within=15.0)
         newcomer.call(query, 2, within=2.0)
-        assert wait_until(lambda: not server.transport._reception._joining, 10.0)
+        assert wait_until(lambda: not server.transport._reception._attendance.joining, 10.0)
         assert server.stats().clients == 2
         assert len(nonces) == 3
         assert not left_in_store(server, nonces)
@@ -310,7 +310,7 @@ def test_many_half_joined_clients_freeze_neither_joins_nor_exceptions() -> None:
                 with pytest.raises(ValueError, match="spoiled"):
                     client(request(SPOILED), 2.0)
                 ask(client, 3, 2.0)
-        assert wait_until(lambda: not reception._joining, SECONDS)
+        assert wait_until(lambda: not reception._attendance.joining, SECONDS)
         assert not left_in_store(server, nonces)
         assert wait_until(lambda: Held.by(server).threads <= threads, 10.0)
 
@@ -327,7 +327,7 @@ def test_a_server_with_half_joined_clients_shuts_down_at_once() -> None:
         reception = server.transport._reception
         for index in range(5):
             push_hello(reception, Identity(index))
-        assert wait_until(lambda: len(reception._joining) == 5, SECONDS)
+        assert wait_until(lambda: len(reception._attendance.joining) == 5, SECONDS)
         began = time.monotonic()
         server.shutdown()
         assert time.monotonic() - began < 5.0

@@ -50,6 +50,7 @@ class AnnouncedRows:
         self._channels: list[Channel] = []
         self._incoming: Channel | None = None
         self._receiving_since: float | None = None
+        self._building_since: float | None = None
         self._unsent: deque[tuple[float, Mark, Frame]] = deque()
         self._asked: SimpleQueue[tuple[Frame, Mark] | None] = SimpleQueue()
         self._can_receive, self._can_send = _Stage(), _Stage()
@@ -88,11 +89,13 @@ class AnnouncedRows:
         assert joining is not None
         name = "requests" if sends == (joining.rank == CLIENT) else "replies"
         store = joining.exchange(name)
+        self._building_since = time.monotonic()
         try:
             channel = self._backend.channel(
                 store, joining.rank, sends=sends, timeout=joining.remaining()
             )
         finally:
+            self._building_since = None
             store.forget()
         with self._lock:
             self._channels.append(channel)
@@ -148,19 +151,22 @@ class AnnouncedRows:
 
     def look(self, now: float) -> None:
         """The watch: whether a row has been under way for too long."""
-        since = self._oldest()
+        since, joining = self._oldest(), self._joining
         if since is None or now - since < _LOOK_SECONDS:
             return
         try:
             self._pair.probe()
         except RuntimeError as error:
             logger.debug("a row is late, and gloo says: %s", str(error))
-            return self.fail("the process at the other end has gone")
-        if now - since >= self._timeout:
+            self.fail("the process at the other end has gone")
+            if joining is not None:
+                joining.give_up()
+            return
+        if now - since >= self._timeout and self._building_since is None:
             self.fail(f"a row did not get through within {self._timeout:g} s after its header")
 
     def _oldest(self) -> float | None:
-        since = self._receiving_since
+        since = self._receiving_since or self._building_since
         for began, mark, _ in list(self._unsent):
             if not mark.passed():
                 return began if since is None else min(began, since)

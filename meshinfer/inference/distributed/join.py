@@ -21,7 +21,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -221,12 +221,20 @@ class Joining:
         nonce: of the client's hello.
         rank: :data:`SERVER` or :data:`CLIENT`.
         timeout: seconds for the rest of the join.
+        push: puts a value into a queue of the store over another connection, for :meth:`give_up`.
     """
 
     def __init__(
-        self, store: TCPStore, secret: bytes, nonce: str, rank: int, timeout: float
+        self,
+        store: TCPStore,
+        secret: bytes,
+        nonce: str,
+        rank: int,
+        timeout: float,
+        push: Callable[[str, bytes], None] | None = None,
     ) -> None:
         self.store = store
+        self._push = push
         self.rank = rank
         self._secret = secret
         self._nonce = nonce
@@ -290,6 +298,12 @@ class Joining:
         return AddressExchange(
             partial(self._send_address, name), partial(self._receive_address, name)
         )
+
+    def give_up(self) -> None:
+        """Server, in any thread: whoever waits for the client's addresses is to wait no longer."""
+        if self._push is not None:
+            for name in _EXCHANGES:
+                self._push(self._address_queue(name, CLIENT), b"")
 
     def proof(self, rank: int, server_nonce: str) -> bytes:
         """What the side ``rank`` shows on the new pair."""

@@ -98,7 +98,6 @@ class Reception:
         hellos = self._store.connect(join_timeout)
         self._work = Doorbell(lambda: self.pending or self._closing)
         self._attendance = Attendance(expected_ranks)
-        self._joining = self._attendance.joining
         self._hellos = 0
         self._closing = False
         self._closed = threading.Event()
@@ -263,7 +262,8 @@ class Reception:
             store = self._connections.pop()
         except IndexError:
             store = self._store.connect(self._join_timeout)
-        return Joining(store, self.address.secret, nonce, SERVER, self._join_timeout)
+        secret, push = self.address.secret, self._store.push
+        return Joining(store, secret, nonce, SERVER, self._join_timeout, push)
 
     def _keep(self, joining: Joining) -> None:
         """The join is over, and well: its connection may serve another, since making one can be slow."""

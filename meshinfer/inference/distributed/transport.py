@@ -117,6 +117,7 @@ class DistributedTransport(RowwiseTransport):
         given = given_secret(secret)
         if role == "server":
             reach = None if directory is None else (directory.host, directory.port)
+            self.row_device = None if self._rows is None else _other_than_cpu(self._rows.device)
             self._reception = self._open(host, port, given, reach, spans_hosts, expected_ranks)
             self._locator: Locator = FixedAddress(self._reception.address)
             if directory is not None:
@@ -293,6 +294,10 @@ def _close(reception: Reception | None, published: tuple[Directory, str] | None,
             directory.withdraw(name, timeout=_GOODBYE_SECONDS)
         except (TransportError, TimeoutError, ValueError, RuntimeError) as error:
             logger.debug("%s stays in the directory, which has gone first: %s", name, str(error))
+
+
+def _other_than_cpu(device: torch.device) -> torch.device | None:
+    return None if device.type == "cpu" else device
 
 
 def _locator(

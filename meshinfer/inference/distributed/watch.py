@@ -17,7 +17,7 @@ __all__ = ["abort_all", "await_aborts", "end_watch", "keep_watch"]
 logger = logging.getLogger("meshinfer.distributed")
 
 _TICK_SECONDS = 0.25
-_ABORT_SECONDS = 5.0
+_ABORT_SECONDS = 2.0
 
 
 class Watched(Protocol):
@@ -79,6 +79,7 @@ class _Watch:
 
 _watches: dict[int, _Watch] = {}
 _aborting: set[threading.Thread] = set()
+_starting = threading.Lock()
 
 
 def keep_watch(watched: Watched) -> None:
@@ -100,14 +101,17 @@ def abort_all(channels: Sequence[Channel]) -> None:
         thread = threading.Thread(
             target=_abort, args=(channels,), name="meshinfer-abort", daemon=True
         )
-        _aborting.add(thread)
-        thread.start()
+        with _starting:
+            _aborting.add(thread)
+            thread.start()
 
 
 def await_aborts() -> None:
     """Until what :func:`abort_all` has begun is done, for some seconds at most."""
     deadline = time.monotonic() + _ABORT_SECONDS
-    for thread in list(_aborting):
+    with _starting:
+        threads = list(_aborting)
+    for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
@@ -118,4 +122,5 @@ def _abort(channels: Sequence[Channel]) -> None:
     except Exception:
         logger.exception("a channel could not be aborted")
     finally:
-        _aborting.discard(threading.current_thread())
+        with _starting:
+            _aborting.discard(threading.current_thread())
