@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import threading
 from typing import Final, Protocol
 
 import torch
 
-__all__ = ["PASSED", "Mark", "Passed", "mark", "work_on"]
+__all__ = ["PASSED", "Mark", "Passed", "mark", "tolerate_captures", "work_on"]
 
 
 class Mark(Protocol):
@@ -37,6 +40,9 @@ class Passed:
 
 
 PASSED: Final = Passed()
+_THREAD_LOCAL_CAPTURES: Final = 1
+_thread = threading.local()
+logger = logging.getLogger("meshinfer.streams")
 
 
 class _StreamMark:
@@ -76,3 +82,20 @@ def work_on(device: torch.device | None) -> None:
     """
     if device is not None and device.type == "cuda":
         torch.cuda.set_device(device)
+        tolerate_captures()
+
+
+def tolerate_captures() -> None:
+    """Lets other threads capture CUDA graphs while this one waits for the GPU, unless they forbid it to themselves.
+
+    By default CUDA fails both, the waiting and the capture. Cheap after a thread's first call.
+    """
+    if getattr(_thread, "tolerates", False):
+        return
+    _thread.tolerates = True
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        logger.debug("no CUDA driver to speak to: %s", error)
+        return
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL_CAPTURES)))

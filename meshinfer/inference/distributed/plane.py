@@ -105,8 +105,8 @@ class FramedRows:
 class Channel(Protocol):
     """One direction of one pair: a communicator of two ranks.
 
-    Built by :meth:`RowBackend.channel` and used from then on by the thread that built it; only :meth:`abort` may come
-    from another one, at any time.
+    Used by one thread, which has got it from :meth:`RowBackend.channel`; only :meth:`abort` may come from another one,
+    at any time.
     """
 
     def send(self, row: Tensor, after: Mark) -> Mark:
@@ -165,8 +165,8 @@ class RowBackend(Protocol):
         """Zeroed memory for a row on :attr:`device`, uint8 ``[nbytes]``, no inference tensor."""
 
     def channel(self, store: Store, rank: int, *, sends: bool, timeout: float) -> Channel:
-        """Build one direction, in the thread that will use it, and let one small row pass, so that nothing is left to
-        the first message.
+        """Build one direction for the calling thread, and let one small row pass, so that nothing is left to the first
+        message.
 
         Args:
             store: a new one for each channel, where both sides meet; it answers until this returns.
