@@ -30,6 +30,7 @@ from meshinfer.inference import (
     make_inference_transport,
 )
 from meshinfer.inference.distributed import DistributedClient, DistributedTransport
+from meshinfer.inference.merged import MergedTransport
 from meshinfer.inference.monarch import MonarchTransport
 from meshinfer.inference.queues import MPTransport
 from meshinfer.inference.slot import SlotTransport
@@ -81,6 +82,7 @@ __all__ = [
     "InferenceTransport",
     "LaunchEnvironment",
     "MPTransport",
+    "MergedTransport",
     "Mesh",
     "MeshError",
     "MeshInferError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from tensordict import TensorDictBase
@@ -33,7 +33,11 @@ logger = logging.getLogger("meshinfer.inference")
 
 
 def make_inference_transport(
-    transport: InferenceTransport | TransportConfig | str | None = None,
+    transport: InferenceTransport
+    | TransportConfig
+    | str
+    | Sequence[InferenceTransport | TransportConfig | str]
+    | None = None,
     *,
     policy_backend: PolicyBackend = "threading",
     num_slots: int | None = None,
@@ -49,7 +53,8 @@ def make_inference_transport(
 
     Args:
         transport: ``None`` or ``"auto"``, a kind, a :class:`~meshinfer.transport.TransportConfig`,
-            or a ready transport, which is returned unchanged.
+            or a ready transport, which is returned unchanged; or a sequence of kinds, configs and ready transports
+            with the same fixed layouts, which become one :class:`~meshinfer.inference.merged.MergedTransport`.
         policy_backend: how the clients run beside the policy: ``"threading"``,
             ``"multiprocessing"``, ``"ray"``, ``"monarch"``, or ``"spmd"`` for ranks that share no
             parent process.
@@ -75,6 +80,8 @@ def make_inference_transport(
         "response_spec": response_spec,
         "num_slots": num_slots,
     }
+    if isinstance(transport, Sequence) and not isinstance(transport, str):
+        return _merged(transport, policy_backend, facts, transport_options)
     if not isinstance(transport, str | TransportConfig | None):
         return _ready_instance(transport, {**facts, "transport_options": transport_options or None})
     config = as_transport_config(transport).with_options(transport_options)
@@ -113,6 +120,36 @@ def _ready_instance(transport: Any, beside: Mapping[str, Any]) -> InferenceTrans
             " change; pass them to its constructor"
         )
     return transport
+
+
+def _merged(
+    transports: Sequence[Any],
+    policy_backend: PolicyBackend,
+    facts: Mapping[str, Any],
+    transport_options: Mapping[str, Any] | None,
+) -> InferenceTransport:
+    """Each of a sequence, made where it is a kind, as one transport; the facts are for those that are made."""
+    from meshinfer.inference.merged import MergedTransport
+
+    if transport_options:
+        raise ValueError(
+            "transport_options given beside a sequence of transports; give each its own, as TransportConfig(kind,"
+            " options)"
+        )
+    if not transports or None in transports:
+        raise ValueError(f"transport={transports!r}: expected transports, kinds or configs")
+    named = [isinstance(each, str | TransportConfig) for each in transports]
+    found: list[InferenceTransport] = []
+    try:
+        for each, is_made in zip(transports, named, strict=True):
+            known = facts if is_made or not any(named) else {}
+            found.append(make_inference_transport(each, policy_backend=policy_backend, **known))
+        return found[0] if len(found) == 1 else MergedTransport(found)
+    except BaseException:
+        for transport, is_made in zip(found, named, strict=False):
+            if is_made:
+                transport.close()
+        raise
 
 
 def _described(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 from meshinfer.arguments import as_count
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["InferenceServer"]
 
 _Transport = InferenceTransport | TransportConfig | str | None
+_Transports = _Transport | Sequence[InferenceTransport | TransportConfig | str]
 
 
 class _Placed(type):
@@ -56,7 +57,8 @@ class InferenceServer(metaclass=_Placed):
 
     Args:
         model_or_factory: the model for ``"thread"``, a function that returns it for the others.
-        transport: how requests move, see the class of the backend.
+        transport: how requests move, see the class of the backend. For ``"thread"`` also several at once, as a
+            sequence: requests of all of them meet in one batch.
         service_backend: where the server lives.
         service_backend_options: for the backend: ``mp_context``, ``startup_timeout`` (``"process"``);
             ``remote_options``, ``startup_timeout`` (``"ray"``); ``proc_mesh``, ``host_mesh``, ``startup_timeout``
@@ -80,7 +82,7 @@ class InferenceServer(metaclass=_Placed):
         def __new__(
             cls,
             model: Callable[..., Any],
-            transport: _Transport = ...,
+            transport: _Transports = ...,
             *,
             service_backend: Literal["thread"] = ...,
             service_backend_options: None = ...,
