@@ -15,6 +15,7 @@ all of them, and `--quick` runs few short rounds.
     machine.py    which machine and commit it was
     torchrl_env.py  TorchRL's own virtual environment
     report.py     table, goals, JSON
+    gpu.py, gpu_parts/  the script for a machine with a GPU; a command of its own
     profile_slots.py  where the time of a request through shared memory goes; a command of its own
 
 A new transport is one function in `peers/` and one entry in a suite.

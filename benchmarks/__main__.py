@@ -1,4 +1,7 @@
-"""The command line: `python -m benchmarks [distributed | local | actors | collector | weights] [options]`."""
+"""The command line: `python -m benchmarks [distributed | local | actors | collector | weights] [options]`.
+
+`python -m benchmarks gpu` is `python -m benchmarks.gpu`, which has options of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import machine, report, torchrl_env
+from . import gpu, machine, report, torchrl_env
 from .contestant import REPOSITORY
 from .harness import Plan, Result, compare
 from .peers import IN_ACTORS, IN_COLLECTORS, IN_RAY
@@ -27,7 +30,10 @@ _ROUNDS, _SECONDS = 9, 0.6
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one suite, or each, print table and goals, write JSON; 1 if anything failed to run."""
-    options = _options(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["gpu"]:
+        return gpu.main(given[1:])
+    options = _options(given)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     # As an exception, so that a terminated run still ends the processes that it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -146,6 +146,10 @@ class StandIn:
 
     Options = Options
 
+    @staticmethod
+    def get_runtime_nccl_version() -> tuple[int, int, int]:
+        return machine.version
+
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         if machine.no_constructor:
             raise RuntimeError(machine.no_constructor)
@@ -254,7 +258,6 @@ def parts() -> ExitStack:
         (torch.cuda, "Event", Event),
         (torch.cuda, "stream", on_stream),
         (torch.cuda, "current_stream", current_stream),
-        (torch.cuda.nccl, "version", lambda: machine.version),
         (nccl, "cuda_memory", lambda _: torch.device("cpu")),
         (nccl_channel, "cuda_memory", lambda _: torch.device("cpu")),
     ):

@@ -494,6 +494,7 @@ def test_the_stand_in_is_called_as_the_original_is() -> None:
             == list(inspect.signature(getattr(StandIn, name)).parameters)[1:]
         )
     assert "torch.device" in group.eager_connect_single_device.__doc__
+    assert len(group.get_runtime_nccl_version()) == 3
     assert group.abort.__doc__.startswith("abort(self")
     assert torch.distributed.Work.synchronize.__doc__.startswith("synchronize(self")
     options, ours = group.Options(), nccl_stand_in.Options()

@@ -26,7 +26,9 @@ SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 SECONDS = 120.0
 ROW_SECONDS = 20.0
 GPUS = torch.cuda.device_count()
-NCCL = torch.cuda.nccl.version()[:2] if torch.distributed.is_nccl_available() else (0, 0)
+NCCL = (0, 0)
+if torch.distributed.is_nccl_available():
+    NCCL = torch.distributed.ProcessGroupNCCL.get_runtime_nccl_version()[:2]
 
 pytestmark = [
     pytest.mark.gpu,

@@ -66,13 +66,15 @@ class NcclRows:
 
     def describe(self) -> dict[str, Any]:
         """See :class:`~meshinfer.inference.distributed.plane.RowBackend`."""
+        from torch.distributed import ProcessGroupNCCL
+
         properties = torch.cuda.get_device_properties(self._index)
-        nccl: Any = torch.cuda.nccl
+        groups: Any = ProcessGroupNCCL
         return {
             "device": self._index,
             "gpu": str(properties.uuid),
             "gpu_name": properties.name,
-            "nccl": list(nccl.version()[:3]),
+            "nccl": list(groups.get_runtime_nccl_version()),  # the one that is loaded
             "torch": torch.__version__,
             "shares_gpu": os.environ.get(_SHARING, "").strip() not in ("", "0"),
             "ctas": self._ctas,
