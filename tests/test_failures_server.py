@@ -29,8 +29,10 @@ from failure_roles import (
 )
 from support import wait_until
 
-from meshinfer import ClosedError, PeerLostError, ServerClosedError
+from meshinfer import ClosedError, DistributedTransport, PeerLostError, ServerClosedError
 from meshinfer.inference.distributed import client as client_module
+from meshinfer.inference.distributed.reception import Reception
+from meshinfer.inference.distributed.session import Session
 
 LARGE = 1 << 20
 """int64 values: 8 MiB, more than sockets buffer."""
@@ -326,3 +328,39 @@ def test_shut_down_by_a_worker_ends_both_sides() -> None:
         server.call(shut_down)
         client.begin(query, 1)
         assert isinstance(client.outcome(10.0).error, ServerClosedError)
+
+
+def test_requests_that_arrive_while_a_server_closes_do_not_hold_up_its_goodbye(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport = DistributedTransport(request(0), request(0))
+    with transport.client() as client:
+        first = client.submit(request(1))
+        assert transport.wait_for_work(SECONDS)
+        transport.resolve(transport.drain(1)[1][0], request(1))
+        first.result(SECONDS)
+        arrived, said = threading.Event(), threading.Event()
+        cut: list[Any] = []
+        ready, close, abort = Reception.ready, Session.close, Session.abort
+
+        def late(reception: Reception, received: Any) -> None:
+            arrived.set()
+            assert said.wait(SECONDS)
+            ready(reception, received)
+
+        def closing(session: Session) -> None:
+            for number in range(2):
+                client.submit(request(number))
+            assert arrived.wait(SECONDS)
+            close(session)
+            said.set()
+
+        def cutting(session: Session, *kind: Any) -> None:
+            cut.append(session)
+            abort(session, *kind)
+
+        monkeypatch.setattr(Reception, "ready", late)
+        monkeypatch.setattr(Session, "close", closing)
+        monkeypatch.setattr(Session, "abort", cutting)
+        transport.close()
+        assert cut == []

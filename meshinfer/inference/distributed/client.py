@@ -227,11 +227,11 @@ class DistributedClient:
             raise ended.error
         try:
             return self._join(min(timeout, _RETURN_SECONDS))
-        except PeerLostError as error:  # who would know of another server has gone too
+        except (PeerLostError, TimeoutError) as error:  # nobody is there, or knows of another one
             if isinstance(ended.error, ServerClosedError):
                 raise ended.error from error
-            raise
-        except TimeoutError as error:
+            if isinstance(error, PeerLostError):
+                raise
             raise PeerLostError(f"{ended.error}; looked for it again: {error}") from error
 
     def _join(self, timeout: float) -> Connection:

@@ -133,6 +133,7 @@ class Reception:
         self.pending.append(request)
         if self._closing:
             request.release()  # nobody will gather it, and its row must not hold its session up
+            request.session.receive_on()
         elif (callback := self.on_ready) is not None:
             callback()
         else:

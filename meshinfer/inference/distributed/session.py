@@ -175,6 +175,15 @@ class Session:
         """A request's row may be used again."""
         self._freed.append(receiver)
 
+    def receive_on(self) -> None:
+        """Post what was taken back, where no reply will do it: the client's goodbye needs a place too."""
+        pair = self._pair
+        if pair is not None:
+            try:
+                self._post_freed(pair)
+            except RuntimeError as error:
+                logger.debug("nothing more from %s: %s", self.hello, str(error))
+
     def say(self, kind: Kind) -> None:
         """Send what answers no request."""
         self._send(announcement(kind))
