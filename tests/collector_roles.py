@@ -141,6 +141,10 @@ class Recurrent(torch.nn.Module):
         return found.set(self.key, hidden + 1)
 
 
+thaw = threading.Event()
+"""What a frozen environment waits for; in a process of its own, for ever."""
+
+
 class Unpicklable(Exception):
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -148,7 +152,7 @@ class Unpicklable(Exception):
 
 
 def trouble(when: str, step: int, how: str, once: Path | None, what: str, now: int) -> None:
-    """Raise, or end the process, when it is time; with a path, only the first time of all."""
+    """Raise, freeze, or end the process, when it is time; with a path, only the first time of all."""
     if (what, now) != (when, step):
         return
     if once is not None:
@@ -164,6 +168,8 @@ def trouble(when: str, step: int, how: str, once: Path | None, what: str, now: i
         os._exit(7)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "freeze":
+        thaw.wait()
 
 
 def troubled(

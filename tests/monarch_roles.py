@@ -44,6 +44,10 @@ class Serving(Actor):
         return self.transport.num_clients, self.transport.num_lost
 
     @endpoint
+    def close(self) -> None:
+        self.server.shutdown()
+
+    @endpoint
     def wait_until_left(self, number: int) -> bool:
         return self.transport.wait_until_left(number, SECONDS)
 

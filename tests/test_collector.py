@@ -286,6 +286,17 @@ def _mode(batch: Any) -> torch.Tensor:
     return torch.full((len(batch),), float(interaction_type() is InteractionType.MEAN))
 
 
+@pytest.mark.parametrize("backend", [THREADS, PROCESSES])
+def test_statistics_are_there_after_the_end(backend: str) -> None:
+    with collector(policy_backend=backend, total_frames=40) as made:
+        assert [len(batch) for batch in made] == [20, 20]
+    found = made.stats()
+    assert (found.batches, found.frames) == (2, 40)
+    assert found.server.requests >= 40
+    assert found.server.clients == 0
+    assert made.stats() == found or backend == THREADS  # where time goes on
+
+
 def test_a_transport_that_was_made_before() -> None:
     transport = SlotTransport(4)
     with collector(transport=transport, total_frames=40) as made:
@@ -323,6 +334,7 @@ REFUSED = [
     (ValueError, "num_envs=3", {"num_envs": 3}),
     (ValueError, "frames_per_batch", {"frames_per_batch": 0}),
     (ValueError, "total_frames", {"total_frames": -2}),
+    (ValueError, "step_timeout", {"step_timeout": 0.0}),
     (ValueError, "env_backend='ray'", {"env_backend": "ray"}),
     (TypeError, "policy= or policy_factory=", {"policy_factory": Sum}),
     (TypeError, "policy: expected a callable", {"policy": 3}),

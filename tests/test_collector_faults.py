@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -22,17 +23,19 @@ from collector_roles import (
     collector,
     enough,
     processes,
+    thaw,
     troubled,
 )
 from support import wait_until
+from tensordict import TensorDict, TensorDictBase
 from warm import WarmProcess
 
-from meshinfer import EnvironmentFailedError, PeerLostError
+from meshinfer import ClosedError, EnvironmentFailedError, PeerLostError
 
 SECONDS_TO_LEARN = 5.0
 """Within which a driver must learn of a failure. A quarter on a machine that is not busy."""
 
-RAISED = "no such thing in {when}"
+DOING = {"made": "being made", "reset": "its first reset", "step": "a step"}
 EXITED = "exited with code 7"
 KILLED = "was killed by SIGKILL"
 
@@ -64,7 +67,7 @@ def test_an_environment_that_raises(backend: str, when: str) -> None:
     )
     assert seconds < SECONDS_TO_LEARN
     assert error.env_index == 1
-    assert f"environment 1 failed during {'being made' if when == 'made' else ''}" in str(error)
+    assert f"environment 1 failed during {DOING[when]}: " in str(error)
     assert "LookupError: no such thing in" in str(error)
     assert "in trouble\n" in error.traceback_text
     assert isinstance(error.__cause__, LookupError)
@@ -89,12 +92,62 @@ def test_an_exception_that_cannot_be_sent(backend: str) -> None:
     assert "in trouble\n" in error.traceback_text
 
 
-@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("when", ["reset", "step"])
+def test_an_environment_that_freezes_in_its_process(when: str) -> None:
+    error, seconds = failure_of(
+        create_env_fn=[Counter, troubled(when, "freeze")], env_backend=PROCESSES, step_timeout=0.5
+    )
+    assert seconds < SECONDS_TO_LEARN
+    assert error.env_index == 1
+    text = (
+        f"environment 1 failed during {DOING[when]}, which has taken longer than step_timeout=0.5 s"
+    )
+    assert str(error) == text
+
+
+@pytest.mark.parametrize("restart", [True, False])
+def test_an_environment_that_freezes_in_its_thread(restart: bool) -> None:
+    try:
+        error, seconds = failure_of(
+            create_env_fn=[Counter, troubled("step", "freeze")],
+            restart_failed_envs=restart,
+            step_timeout=0.5,
+        )
+    finally:
+        thaw.set()
+    assert wait_until(lambda: "meshinfer-env-1" not in thread_names(), SECONDS)
+    thaw.clear()
+    assert seconds < SECONDS_TO_LEARN
+    assert error.env_index == 1
+    assert "a step, which has taken longer than step_timeout=0.5 s; its thread cannot" in str(error)
+
+
+def thread_names() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+def test_a_policy_that_takes_longer_than_a_step_may() -> None:
+    pauses = iter([0.0, 0.0, 0.8])  # the first pass is the collector's own
+    policy = Sum()
+
+    def slow(batch: TensorDictBase) -> TensorDict:
+        time.sleep(next(pauses, 0.0))
+        return policy(batch)
+
+    with collector(create_env_fn=[Counter], policy=slow, step_timeout=0.1, total_frames=20) as made:
+        assert [len(batch) for batch in made] == [20]
+    assert next(pauses, None) is None
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "freeze"])
 def test_an_environment_that_is_made_anew(how: str, tmp_path: Path) -> None:
     backend = THREADS if how == "raise" else PROCESSES
     once = troubled("step", how, once=tmp_path / "done")
     with collector(
-        create_env_fn=[Counter, once], env_backend=backend, restart_failed_envs=True
+        create_env_fn=[Counter, once],
+        env_backend=backend,
+        restart_failed_envs=True,
+        step_timeout=0.5 if how == "freeze" else None,
     ) as made:
         rows = enough(made, 30, envs=2)
         assert made.stats().restarts == 1
@@ -107,6 +160,27 @@ def test_an_environment_that_is_made_anew(how: str, tmp_path: Path) -> None:
     check(before[:10], length=5, seed=101)
     after["episode_id"] -= before["episode_id"][-1] + 1
     check(after, length=5, seed=103)
+
+
+def test_an_environment_that_closes_slowly_may(tmp_path: Path) -> None:
+    """One with processes of its own needs longer than others, and would leave them behind."""
+    lingering = partial(Counter, trouble=partial(_linger, tmp_path))
+    with collector(
+        create_env_fn=[lingering], env_backend=PROCESSES, restart_failed_envs=True
+    ) as made:
+        for _ in made:
+            if made.stats().restarts:
+                break
+        assert (tmp_path / "closed").exists()
+
+
+def _linger(folder: Path, what: str, step: int) -> None:
+    if (what, step) == ("step", 12) and not (folder / "raised").exists():
+        (folder / "raised").touch()
+        raise LookupError("once")
+    if what == "close":
+        time.sleep(1.5)
+        (folder / "closed").touch()
 
 
 def test_environments_that_fail_too_often() -> None:
@@ -149,6 +223,8 @@ def test_a_server_that_is_killed(envs: str) -> None:
         with pytest.raises(PeerLostError, match=r"has died|SIGKILL|has ended"):
             list(batches)
         assert time.monotonic() - began < SECONDS_TO_LEARN
+        with pytest.raises(ClosedError, match="did not tell before what it had served"):
+            made.stats()
 
 
 def test_an_observation_that_breaks_its_spec() -> None:

@@ -23,7 +23,7 @@ from support import wait_until
 from tensordict import TensorDict, TensorDictBase
 
 from meshinfer import ClosedError, InferenceServer, PeerLostError, RefusedError, ServerClosedError
-from meshinfer.inference.monarch import MonarchAddress, MonarchClient, MonarchTransport
+from meshinfer.inference.monarch import MonarchAddress, MonarchClient, MonarchTransport, ports
 from meshinfer.inference.monarch import connection as connections
 from meshinfer.inference.monarch import session as sessions
 from meshinfer.inference.monarch.frames import NOBODY, Signal
@@ -183,6 +183,59 @@ def test_the_stop_of_the_servers_actor_ends_what_waits(actors: Actors) -> None:
     actors.stop(server)
     with raises(ServerClosedError):
         waiting.result(SECONDS)
+
+
+def test_a_goodbye_that_has_come_wins_over_the_end_of_its_process(actors: Actors) -> None:
+    """The client's thread is held up until both are there."""
+    from monarch_roles import Serving
+
+    server = actors.spawn(0, Serving)
+    held_up, prompt = got(server.clients.call_one(2))
+    assert [value_of(client(request(1.0), SECONDS)) for client in (held_up, prompt)] == [2.0, 2.0]
+    held, gate = threading.Event(), threading.Event()
+
+    def hold(_: Any) -> None:
+        held.set()
+        gate.wait(SECONDS)
+
+    held_up.submit(request(1000.0)).add_done_callback(hold)
+    assert held.wait(SECONDS)
+    got(server.close.call_one())
+    with raises(ServerClosedError):  # it was told after the other, so that this has come, too
+        prompt(request(2.0), SECONDS)
+    actors.kill(0)
+    assert wait_until(lambda: held_up._connection._dead, SECONDS)
+    gate.set()
+    with raises(ServerClosedError):
+        held_up(request(2.0), SECONDS)
+
+
+def test_a_server_has_ended_when_its_clients_know() -> None:
+    """Also one whose thread is held up for a moment."""
+    with serving(AddOne()) as (_, server), server.client() as client:
+        held, gate = threading.Event(), threading.Event()
+
+        def hold(_: Any) -> None:
+            held.set()
+            gate.wait(SECONDS)
+
+        client.submit(request(1000.0)).add_done_callback(hold)
+        assert held.wait(SECONDS)
+        threading.Timer(0.3, gate.set).start()
+        server.shutdown()
+        assert client._connection.ended
+
+
+def test_a_goodbye_on_its_way_wins_over_the_end_of_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ports, "_MOMENT_SECONDS", SECONDS)
+    with serving(AddOne()) as (_, server), server.client() as client:
+        assert value_of(client(request(1.0), SECONDS)) == 2.0
+        client._connection._bury()
+        server.shutdown()
+        with raises(ServerClosedError):
+            client(request(2.0), SECONDS)
 
 
 def test_a_client_whose_actor_is_stopped_leaves(actors: Actors) -> None:

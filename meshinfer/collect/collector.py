@@ -108,6 +108,9 @@ class AsyncBatchedCollector:
         restart_failed_envs: make an environment that failed anew, instead of raising. Its unfinished episode ends as
             truncated.
         max_restarts: for each environment; then it raises.
+        step_timeout: seconds for one step of an environment, resets within it included, and for its first reset. One
+            that takes longer has failed: its process is killed. A thread cannot be, and is not made anew either.
+            ``None`` waits for ever.
         weight_transport: for the server, see :func:`~meshinfer.weights.make_weight_transport`.
         postproc: called with each batch; what it returns is handed out.
         start_method: of processes: ``"spawn"``, ``"forkserver"``, ``"fork"`` or a context of :mod:`multiprocessing`.
@@ -150,6 +153,7 @@ class AsyncBatchedCollector:
         exploration_type: InteractionType | None = None,
         restart_failed_envs: bool = False,
         max_restarts: int = 10,
+        step_timeout: float | None = None,
         weight_transport: Any = None,
         postproc: Callable[[TensorDictBase], Any] | None = None,
         start_method: BaseContext | str = "spawn",
@@ -165,6 +169,8 @@ class AsyncBatchedCollector:
         if seed is not None:
             as_count("seed", seed, least=0)
         as_count("max_restarts", max_restarts)
+        if step_timeout is not None:
+            as_seconds("step_timeout", step_timeout)
         as_count("max_inflight_per_env", max_inflight_per_env)
         as_seconds("startup_timeout", startup_timeout)
         source = PolicySource(policy, policy_factory)
@@ -187,6 +193,7 @@ class AsyncBatchedCollector:
             interaction=interaction,
             max_restarts=max_restarts if restart_failed_envs else 0,
             startup_timeout=startup_timeout,
+            step_timeout=step_timeout,
         )
         self._closing = Closing(self._crew)
         self._finalizer = Finalize(
@@ -242,7 +249,8 @@ class AsyncBatchedCollector:
         """Go on collecting: batches until ``total_frames`` have been handed out, or until :meth:`shutdown`.
 
         Raises:
-            EnvironmentFailedError: an environment raised, or its process died; the collector has been shut down.
+            EnvironmentFailedError: an environment raised, took longer than ``step_timeout``, or its process died; the
+                collector has been shut down.
             PeerLostError: the policy's server has died; likewise.
             Exception: what the policy raised; likewise.
             RuntimeError: another loop iterates this collector.
@@ -336,7 +344,10 @@ class AsyncBatchedCollector:
         return self.server.update_policy_weights_(weights, version=version)
 
     def stats(self, reset: bool = False) -> CollectorStats:
-        """What has been collected; ``reset=True`` begins the server's part anew."""
+        """What has been collected; ``reset=True`` begins the server's part anew.
+
+        Also after :meth:`shutdown`; :class:`~meshinfer.errors.ClosedError` then if the policy's server has died.
+        """
         rings = self._crew.rings
         return CollectorStats(
             batches=self._batches,
@@ -352,7 +363,7 @@ class AsyncBatchedCollector:
 
         Args:
             timeout: seconds for steps that are being made, and for the batch that the policy computes; then processes
-                are killed.
+                are killed. One that closes its environment has ten seconds more.
 
         Raises:
             TimeoutError: a thread is still in a step, or the policy, which cannot be ended by force.

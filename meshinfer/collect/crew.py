@@ -15,7 +15,7 @@ from meshinfer.collect.keys import keys_of
 from meshinfer.collect.processes import ProcessWorker
 from meshinfer.collect.specs import CollectionPlan, EnvSpecs
 from meshinfer.collect.threads import ThreadWorker
-from meshinfer.collect.transitions import LOOK_SECONDS, Rings
+from meshinfer.collect.transitions import CLOSING, LOOK_SECONDS, RESETTING, STEPPING, Rings
 from meshinfer.collect.workers import Begin, Failed, Ready
 from meshinfer.errors import EnvironmentFailedError, RemoteError
 from meshinfer.inference.remote_errors import decode_exception
@@ -27,6 +27,8 @@ __all__ = ["Crew", "Worker"]
 logger = logging.getLogger("meshinfer.collect")
 
 _LAST_WORDS_SECONDS = 1.0
+_CLOSING_SECONDS = 10.0
+"""For an environment to close, which may have processes of its own, and then for its process to end."""
 
 
 class Worker(Protocol):
@@ -66,6 +68,7 @@ class Crew:
         interaction: interaction type of all requests.
         max_restarts: how often each environment may be made anew; 0 for never.
         startup_timeout: seconds for all environments to be made.
+        step_timeout: seconds for one step, and for the first reset; ``None`` for no limit.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Crew:
         interaction: InteractionType | None,
         max_restarts: int,
         startup_timeout: float,
+        step_timeout: float | None,
     ) -> None:
         self.restarts = [0] * len(factories)
         self.began = False
@@ -86,6 +90,9 @@ class Crew:
         self._interaction = interaction
         self._max_restarts = max_restarts
         self._startup_timeout = startup_timeout
+        self._step_timeout = step_timeout
+        self._late: dict[int, int] = {}
+        self._given_up: set[int] = set()
         self._stopping = False
         self._specs: EnvSpecs | None = None
         self._looked = 0.0
@@ -156,10 +163,10 @@ class Crew:
             ring.want(0)
 
     def look(self) -> bool:
-        """Every :data:`LOOK_SECONDS`, look after those that have ended: whether it was time.
+        """Every :data:`LOOK_SECONDS`, look after those that have ended or are late: whether it was time.
 
         Raises:
-            EnvironmentFailedError: one has failed, and is not to be made anew.
+            EnvironmentFailedError: one has failed, and is not to be made anew, or cannot be.
             Exception: what the policy raised in a request.
         """
         now = time.monotonic()
@@ -168,17 +175,24 @@ class Crew:
         self._looked = now
         for index, worker in enumerate(self._workers):
             report = worker.report()
-            if (isinstance(report, Failed) or worker.ended) and not self._stopping:
+            if self._stopping:
+                continue
+            if isinstance(report, Failed) or worker.ended:
                 self._replace(index, self._failure(index, report))
+            elif self._step_timeout is not None and self._is_late(index, self._step_timeout):
+                self._end_late(index, self._step_timeout)
         return True
 
     def stop(self, timeout: float) -> list[int]:
-        """Have all stop, in ``timeout`` seconds; which environments did not. For any thread, again and again."""
+        """Have all stop, in ``timeout`` seconds; which environments did not. For any thread, again and again.
+
+        Those that do and close their environment then may take :data:`_CLOSING_SECONDS` more.
+        """
         self.tell_to_stop()
         deadline = time.monotonic() + timeout
-        for worker in self._workers:
-            worker.join(max(deadline - time.monotonic(), 0.0))
-        return [index for index, worker in enumerate(self._workers) if not worker.ended]
+        for index, _ in self._expected():
+            self._await_end(index, deadline)
+        return [index for index, worker in self._expected() if not worker.ended]
 
     def tell_to_stop(self) -> None:
         """Have all stop when their steps are over, and who waits for them go on. Never waits."""
@@ -192,7 +206,11 @@ class Crew:
 
     def kill(self) -> list[int]:
         """End by force who has not ended; which environments are still there."""
-        return [index for index, worker in enumerate(self._workers) if not worker.kill()]
+        return [index for index, worker in self._expected() if not worker.kill()]
+
+    def _expected(self) -> list[tuple[int, Worker]]:
+        """All that may still end."""
+        return [each for each in enumerate(self._workers) if each[0] not in self._given_up]
 
     def _start(self, index: int) -> Worker:
         if self._context is None:
@@ -260,15 +278,48 @@ class Crew:
         error.__cause__ = cause
         return error
 
+    def _await_end(self, index: int, deadline: float) -> None:
+        """Until it has ended, or the ``deadline``, which is later for one that closes."""
+        worker = self._workers[index]
+        ended = worker.join(max(deadline - time.monotonic(), 0.0))
+        if not ended and self._rings is not None and self.rings[index].call[0] == CLOSING:
+            worker.join(max(deadline + _CLOSING_SECONDS - time.monotonic(), 0.0))
+
+    def _is_late(self, index: int, step_timeout: float) -> bool:
+        """Whether it was late at the last look already, in the same call: meanwhile all of us may have been stopped."""
+        call, since = self.rings[index].call if self.began else (0, 0)
+        if call not in (RESETTING, STEPPING) or time.monotonic_ns() - since <= step_timeout * 1e9:
+            self._late.pop(index, None)
+            return False
+        known = self._late.get(index)
+        self._late[index] = since
+        return known == since
+
+    def _end_late(self, index: int, step_timeout: float) -> None:
+        doing = "its first reset" if self.rings[index].call[0] == RESETTING else "a step"
+        text = f"failed during {doing}, which has taken longer than step_timeout={step_timeout:g} s"
+        if self._context is None:
+            text += (
+                "; its thread cannot be ended by force and is left to itself, so that it is not made anew "
+                "(with env_backend='multiprocessing' it can be)"
+            )
+            self._given_up.add(index)
+            raise EnvironmentFailedError(index, text)
+        if not self._workers[index].kill():
+            raise EnvironmentFailedError(index, f"{text}; its process cannot be killed")
+        self._replace(index, EnvironmentFailedError(index, text))
+
     def _replace(self, index: int, failure: BaseException) -> None:
         if not isinstance(failure, EnvironmentFailedError):
             raise failure
         if self.restarts[index] >= self._max_restarts:
             raise failure
         logger.warning("%s; it is made anew", str(failure))
-        self._workers[index].join(_LAST_WORDS_SECONDS)
+        self._await_end(index, time.monotonic() + _LAST_WORDS_SECONDS)
         self._workers[index].kill()
         self._end_episodes(index)
+        self.rings[index].leave()  # which it did not
+        self._late.pop(index, None)
         self.restarts[index] += 1
         self._workers[index] = self._start(index)
         self._meet([index])

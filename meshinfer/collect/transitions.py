@@ -6,6 +6,7 @@ and counts them. Neither waits for the other unless the ring is full, or all rin
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,16 +19,30 @@ from meshinfer.layout import PayloadLayout
 from meshinfer.memory import BlockHandle, SharedBlock
 from meshinfer.semaphore import SEMAPHORE_BYTES, Semaphore, memory_fence
 
-__all__ = ["LOOK_SECONDS", "Ring", "RingHandle", "Rings", "array_of"]
+__all__ = [
+    "CLOSING",
+    "LOOK_SECONDS",
+    "RESETTING",
+    "STEPPING",
+    "Ring",
+    "RingHandle",
+    "Rings",
+    "array_of",
+]
 
 LOOK_SECONDS: Final = 0.25
 """How often a waiter looks whether the other side lives. Nobody is woken by a death."""
+
+RESETTING: Final = 1
+STEPPING: Final = 2
+CLOSING: Final = 3
+"""What a worker has called of its environment, see :meth:`Ring.enter`."""
 
 _LINE = 64
 _WORDS_BYTES = 2 * _LINE
 _HEAD_BYTES = _WORDS_BYTES + SEMAPHORE_BYTES
 # Written by the worker; then, in the next cache line, by the driver.
-_WRITTEN, _ASLEEP = 0, 1
+_WRITTEN, _ASLEEP, _CALL, _SINCE = 0, 1, 2, 3
 _READ, _WANTED, _STOP = 8, 9, 10
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -97,6 +112,15 @@ class Ring:
             words[_ASLEEP] = 0
         return None
 
+    def enter(self, call: int) -> None:
+        """The environment is called now: :data:`RESETTING`, :data:`STEPPING` or :data:`CLOSING`."""
+        self._words[_SINCE] = time.monotonic_ns()
+        self._words[_CALL] = call
+
+    def leave(self) -> None:
+        """It has returned."""
+        self._words[_CALL] = 0
+
     def publish(self) -> None:
         """The row has been filled; rings if the driver waits for as many as there are now."""
         words = self._words
@@ -112,6 +136,11 @@ class Ring:
         self._bell.post()
 
     # For the driver.
+
+    @property
+    def call(self) -> tuple[int, int]:
+        """What the worker has called of its environment, 0 for nothing, and the ``time.monotonic_ns()`` since when."""
+        return self._words[_CALL], self._words[_SINCE]
 
     def want(self, rows: int) -> None:
         """Have the driver's bell rung when ``rows`` more have been filled; 0 for not at all."""

@@ -23,7 +23,14 @@ from meshinfer.collect.specs import (
     CollectionPlan,
     EnvSpecs,
 )
-from meshinfer.collect.transitions import Ring, RingHandle, array_of
+from meshinfer.collect.transitions import (
+    CLOSING,
+    RESETTING,
+    STEPPING,
+    Ring,
+    RingHandle,
+    array_of,
+)
 from meshinfer.inference.interaction import computing_under
 from meshinfer.inference.remote_errors import encode_exception
 from meshinfer.inference.rowcall import RowCall
@@ -82,13 +89,11 @@ def work(link: Link, factory: Callable[[], Any]) -> None:
     """Everything that a worker does, from making its environment to closing it."""
     env: Environment | None = None
     rollout: _Rollout | None = None
-    doing = "being made"
     try:
         env = as_environment(factory())
         link.report(Ready(_specs_of(env)))
         begin = link.order()
         if begin is not None:
-            doing = "its first reset"
             with nullcontext() if begin.interaction is None else computing_under(begin.interaction):
                 rollout = _Rollout(env, begin)
                 rollout.run(begin.seed)
@@ -96,7 +101,8 @@ def work(link: Link, factory: Callable[[], Any]) -> None:
         BaseException
     ) as error:  # an environment may raise anything; its worker ends, and the driver says why
         policy = rollout is not None and rollout.asking
-        link.report(Failed(encode_exception(error), "a step" if rollout else doing, policy))
+        doing = "being made" if rollout is None else rollout.doing
+        link.report(Failed(encode_exception(error), doing, policy))
     finally:
         _close(env, rollout)
 
@@ -128,6 +134,7 @@ class _Rollout:
         plan = begin.plan
         self.asking = False
         """Whether the policy has been asked, and not answered."""
+        self.doing = "its first reset"
         self._env = env
         self._plan = plan
         self._clients = begin.clients
@@ -141,17 +148,28 @@ class _Rollout:
         self._episodes = _Episodes(self._ring, self._columns)
 
     def run(self, seed: int | None) -> None:
-        """Until told to stop."""
-        observation = self._env.reset(seed)
+        """Until told to stop; then the environment is to be closed."""
+        try:
+            self._run(seed)
+        finally:
+            self._ring.enter(CLOSING)
+
+    def _run(self, seed: int | None) -> None:
         ring, exchange, env, columns = self._ring, self._exchange, self._env, self._columns
         episodes, state, action = self._episodes, self._state, self._exchange.action
+        ring.enter(RESETTING)
+        observation = env.reset(seed)
+        ring.leave()
+        self.doing = "a step"
         while (row := ring.next_row()) is not None:
             columns.root.write(row, observation)
             state.before(row)
             self.asking = True
             exchange(row)
             self.asking = False
+            ring.enter(STEPPING)
             result = env.step(action)
+            ring.leave()
             columns.next.write(row, result.next)
             ended = columns.record(row, result)
             state.after(row, ended, result.stepped)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +17,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
 from meshinfer.arguments import as_count, as_seconds
-from meshinfer.errors import TransportError
+from meshinfer.errors import ClosedError, TransportError
 from meshinfer.inference.protocol import InferenceTransport
 from meshinfer.inference.version import Key, as_key
 from meshinfer.server import requests
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RemoteInferenceServer"]
 
+_LAST_STATS_SECONDS = 1.0
 _EXIT_PRIORITY = 100
 """Before multiprocessing waits for processes that have not ended."""
 
@@ -134,6 +137,7 @@ class RemoteInferenceServer(InferenceServer):
         self._closed = False
         self._request_spec = request_spec
         self._lives: list[ServerLife] = []
+        self._last_stats: ServerStats | None = None
         policy_backend = POLICY_BACKEND_OF[self.service_backend]
         self._split = split_transport(
             transport,
@@ -221,6 +225,7 @@ class RemoteInferenceServer(InferenceServer):
                 return
             self._closed = True
         self._finalizer.cancel()
+        self._keep_stats()
         _end(self._lives, self._split, self._made_weights, timeout)
 
     def update_model_weights(
@@ -273,9 +278,19 @@ class RemoteInferenceServer(InferenceServer):
         return self
 
     def stats(self, reset: bool = False, timeout: float = 10.0) -> ServerStats:
-        """What has been served; ``reset=True`` begins anew. Errors as in :meth:`update_model_weights`."""
-        found: ServerStats = self._call(requests.stats, reset, timeout=timeout)
-        return found
+        """What has been served; ``reset=True`` begins anew. Errors as in :meth:`update_model_weights`.
+
+        After :meth:`shutdown`, what had been served when it was called, but for the batch that was being computed;
+        :class:`~meshinfer.errors.ClosedError` if the server did not tell.
+        """
+        if not self._closed:
+            found: ServerStats = self._call(requests.stats, reset, timeout=timeout)
+            return found
+        if self._last_stats is None:
+            raise ClosedError(
+                "this server was shut down, and did not tell before what it had served: ask for stats() earlier"
+            )
+        return self._last_stats
 
     def health(self, timeout: float = 5.0) -> ServerHealth:
         """How the server is, whatever has happened to it.
@@ -312,6 +327,13 @@ class RemoteInferenceServer(InferenceServer):
     @abstractmethod
     def _pickler(self) -> Pickler:
         """What sends functions to where the server lives; first of all checks that there is such a place."""
+
+    def _keep_stats(self) -> None:
+        """Of a server that is about to end."""
+        if self.is_alive:
+            with contextlib.suppress(Exception):  # whatever it is, the server has to be ended
+                found = self._lives[-1].call(requests.stats, False, timeout=_LAST_STATS_SECONDS)
+                self._last_stats = replace(found, clients=0)
 
     @property
     def _was_started(self) -> bool:

@@ -241,6 +241,7 @@ class MonarchConnection:
             self._labels.learn(frame)
         elif frame.kind == Kind.BYE:
             self._finish(ServerClosedError, "the server has shut down")
+            self._say_goodbye()
         elif frame.kind == Signal.VERDICT:
             self._hear_verdict(bytes(frame.body))
         elif frame.kind == Signal.REDIRECT:

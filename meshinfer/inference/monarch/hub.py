@@ -30,6 +30,7 @@ __all__ = ["MonarchHub"]
 
 logger = logging.getLogger("meshinfer.monarch")
 
+_GOODBYE_SECONDS: Final = 2.0
 _FORGOTTEN: Final = "the server took this client for lost, since nothing was heard of it for long"
 _REPLACED: Final = "another process serves from now on"
 
@@ -108,7 +109,7 @@ class MonarchHub(WaitingRoom):
         self.pending.clear()
 
     def close(self, *, silently: bool = False) -> None:
-        """Tell every client, and end. Idempotent.
+        """Tell every client, wait for their goodbyes for at most two seconds, and end. Idempotent.
 
         Args:
             silently: say nothing.
@@ -120,9 +121,9 @@ class MonarchHub(WaitingRoom):
             sessions = list(self._sessions.values())
             self._changed.notify_all()
         if first:
+            if not silently:
+                self._say_goodbye(sessions)
             for session in sessions:
-                if not silently:
-                    session.say_goodbye()
                 session.end()
             if self._registration is not None:
                 self._registration.close()
@@ -137,6 +138,14 @@ class MonarchHub(WaitingRoom):
         self._changed, self._work = threading.Condition(), self._doorbell()
         for session in self._sessions.values():
             session.forked()
+
+    def _say_goodbye(self, sessions: list[MonarchSession]) -> None:
+        """A process that ends at once could take what it has sent with it: hence each client answers."""
+        for session in sessions:
+            session.say_goodbye()
+        if self._inbox.receives_meanwhile:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._sessions, _GOODBYE_SECONDS)
 
     # The inbox's thread.
 

@@ -29,6 +29,8 @@ logger = logging.getLogger("meshinfer.monarch")
 
 TICK_SECONDS: Final = 1.0
 """How often an inbox looks up when nothing comes."""
+_MOMENT_SECONDS: Final = 0.1
+"""Without a message, after which nothing is on its way any more from a process that has ended."""
 _RINGS_MISSED: Final = 4
 _SECONDS_TO_OPEN: Final = 2.0
 _SECONDS_TO_END: Final = 2.0
@@ -45,7 +47,7 @@ class Recipient(Protocol):
         """A message has come. What this raises ends the inbox."""
 
     def tick(self) -> None:
-        """Called about every :data:`TICK_SECONDS`."""
+        """Called about every :data:`TICK_SECONDS`, and soon after :meth:`Inbox.ring`."""
 
     def cut_off(self, reason: str) -> None:
         """Nothing will come any more; ``reason`` is empty after :meth:`Inbox.close`."""
@@ -187,12 +189,17 @@ class Inbox:
         """Whether it has ended, or is about to."""
         return self._closing
 
+    @property
+    def receives_meanwhile(self) -> bool:
+        """Whether messages are delivered while the calling thread waits."""
+        return not self._closing and self._thread is not threading.current_thread()
+
     def outlet(self, address: str) -> Outlet:
         """A way from here to ``address``."""
         return Outlet(self.actor, address)
 
     def ring(self) -> None:
-        """Have the recipient's :meth:`~Recipient.tick` called soon."""
+        """Have :meth:`Recipient.tick` called soon: when all that was sent before this has been delivered."""
         self._rung = True
         self._to_self.send()
 
@@ -234,7 +241,7 @@ class Inbox:
         """Until it is closed; returns why it ended otherwise."""
         missed, looked = 0, time.monotonic()
         while not self._closing and self._thread is threading.current_thread():
-            message = _next(receiver)
+            message = _next(receiver, TICK_SECONDS)
             if message is None:
                 if missed == _RINGS_MISSED:
                     return "its actor was stopped"
@@ -246,16 +253,30 @@ class Inbox:
                     self._recipient.receive(message)
                 elif not opened.is_set():
                     opened.set()
+            if self._rung:
+                if message:
+                    continue  # the ring is in the port, behind what had come before it
+                self._hear_out(receiver)
             if self._rung or time.monotonic() - looked >= TICK_SECONDS:
                 self._rung, looked = False, time.monotonic()
                 self._recipient.tick()
         return ""
 
+    def _hear_out(self, receiver: Any) -> None:
+        """Deliver what is still on its way: until nothing comes for a moment, and not much longer than a tick."""
+        until = time.monotonic() + TICK_SECONDS
+        while not self._closing and time.monotonic() < until:
+            message = _next(receiver, _MOMENT_SECONDS)
+            if message is None:
+                return
+            if message:
+                self._recipient.receive(message)
 
-def _next(receiver: Any) -> bytearray | None:
+
+def _next(receiver: Any, seconds: float) -> bytearray | None:
     """The next message, empty where it is none of ours; ``None`` when none comes for a while."""
     try:
-        message = receiver.recv_task().with_timeout(TICK_SECONDS).block_on()
+        message = receiver.recv_task().with_timeout(seconds).block_on()
     except TimeoutError:
         return None
     try:
