@@ -96,10 +96,13 @@ def end_watch() -> None:
 
 
 def abort_all(channels: Sequence[Channel]) -> None:
-    """Abort them one after the other in a thread of their own, since each may take a while. Never waits."""
-    if channels:
+    """Abort them, each in a thread of its own. Never waits.
+
+    At once, because aborting one may wait for all that its GPU does, which a stuck row of another may be.
+    """
+    for channel in channels:
         thread = threading.Thread(
-            target=_abort, args=(channels,), name="meshinfer-abort", daemon=True
+            target=_abort, args=(channel,), name="meshinfer-abort", daemon=True
         )
         with _starting:
             _aborting.add(thread)
@@ -115,10 +118,9 @@ def await_aborts() -> None:
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
-def _abort(channels: Sequence[Channel]) -> None:
+def _abort(channel: Channel) -> None:
     try:
-        for channel in channels:
-            channel.abort()
+        channel.abort()
     except Exception:
         logger.exception("a channel could not be aborted")
     finally:
