@@ -328,7 +328,7 @@ INFERENCE_TRANSPORTS: tuple[TransportEntry, ...] = (
         class_name="DistributedTransport",
         module="meshinfer.inference.distributed",
         policy_backends=("threading", "multiprocessing", "ray", "monarch", "spmd"),
-        description="other processes and other nodes, over private gloo pair groups",
+        description="other processes and other nodes, over private gloo pair groups, and NCCL between GPUs",
         needs_specs=True,
     ),
     TransportEntry(
