@@ -136,6 +136,7 @@ class ThreadInferenceServer(InferenceServer):
             transport_options=None if asked else transport_options,
         )
         try:
+            self._check_inline()
             self._policy.device_pass = device_pass(
                 self.transport, self._policy.device, devices.server_output_device(), collate_fn
             )
@@ -341,7 +342,16 @@ class ThreadInferenceServer(InferenceServer):
         """The right to use the model: between batches, or before there are any."""
         return self._policy.turn if self._batcher is None else self._batcher.turn()
 
+    def _check_inline(self) -> None:
+        if self.config.inline and not getattr(self.transport, "may_lead", True):
+            raise ValueError(
+                "inline=True: rows that follow their headers, as over backend='nccl', wait for the thread that would "
+                "compute; leave it out"
+            )
+
     def _serves_inline(self) -> bool:
+        if not getattr(self.transport, "may_lead", True):
+            return False
         if self.config.inline is not None:
             return self.config.inline
         on_cpu = self._policy.device is None or self._policy.device.type == "cpu"

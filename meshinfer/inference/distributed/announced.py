@@ -51,6 +51,7 @@ class AnnouncedRows:
         self._incoming: Channel | None = None
         self._receiving_since: float | None = None
         self._building_since: float | None = None
+        self._building = ""
         self._unsent: deque[tuple[float, Mark, Frame]] = deque()
         self._asked: SimpleQueue[tuple[Frame, Mark] | None] = SimpleQueue()
         self._can_receive, self._can_send = _Stage(), _Stage()
@@ -86,10 +87,11 @@ class AnnouncedRows:
 
     def _build(self, *, sends: bool) -> Channel:
         joining = self._joining
-        assert joining is not None
+        if joining is None:  # closed meanwhile
+            raise RuntimeError(self._why())
         name = "requests" if sends == (joining.rank == CLIENT) else "replies"
         store = joining.exchange(name)
-        self._building_since = time.monotonic()
+        self._building, self._building_since = name, time.monotonic()
         try:
             channel = self._backend.channel(
                 store, joining.rank, sends=sends, timeout=joining.remaining()
@@ -137,6 +139,9 @@ class AnnouncedRows:
         try:
             with self._can_send.settled():
                 channel = self._build(sends=True)
+        except Exception as error:
+            return self._give_up(f"no channel for rows was built: {error}")
+        try:
             while (asked := self._asked.get()) is not None:
                 frame, written = asked
                 began = time.monotonic()
@@ -144,8 +149,11 @@ class AnnouncedRows:
                 while self._unsent and self._unsent[0][1].passed():
                     self._unsent.popleft()
         except Exception as error:
-            if not self._closed:
-                self.fail(f"a row could not be sent: {error}")
+            self._give_up(f"a row could not be sent: {error}")
+
+    def _give_up(self, reason: str) -> None:
+        if not self._closed:
+            self.fail(reason)
 
     # The end.
 
@@ -158,10 +166,12 @@ class AnnouncedRows:
             self._pair.probe()
         except RuntimeError as error:
             logger.debug("a row is late, and gloo says: %s", str(error))
-            self.fail("the process at the other end has gone")
-            if joining is not None:
-                joining.give_up()
-            return
+            self.reason = self.reason or "the process at the other end has gone"
+            if joining is not None and self._building_since is not None:
+                joining.give_up(
+                    self._building
+                )  # first: who then clean up, finds what was not needed
+            return self.fail(self.reason)
         if now - since >= self._timeout and self._building_since is None:
             self.fail(f"a row did not get through within {self._timeout:g} s after its header")
 
@@ -212,7 +222,9 @@ class _Stage:
         try:
             yield
         except Exception as error:
-            self._error = error
+            # Not itself, which would keep its frames, and with them our sockets.
+            kind = TimeoutError if isinstance(error, TimeoutError) else RuntimeError
+            self._error = kind(str(error))
             raise
         finally:
             self._over.set()

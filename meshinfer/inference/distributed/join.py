@@ -299,11 +299,10 @@ class Joining:
             partial(self._send_address, name), partial(self._receive_address, name)
         )
 
-    def give_up(self) -> None:
-        """Server, in any thread: whoever waits for the client's addresses is to wait no longer."""
+    def give_up(self, name: str) -> None:
+        """Server, in any thread: whoever waits for the client in the exchange ``name`` is to wait no longer."""
         if self._push is not None:
-            for name in _EXCHANGES:
-                self._push(self._address_queue(name, CLIENT), b"")
+            self._push(self._address_queue(name, CLIENT), b"")
 
     def proof(self, rank: int, server_nonce: str) -> bytes:
         """What the side ``rank`` shows on the new pair."""

@@ -103,6 +103,7 @@ class DistributedTransport(RowwiseTransport):
     ) -> None:
         _check(timeout=timeout, role=role, port=port, window=window)
         self._rows = row_backend(backend, device=device, window=window)
+        self.may_lead = self._rows is None  # else rows of the same client would wait for the policy
         super().__init__(request_spec, response_spec)
         self.backend = "gloo" if self._rows is None else self._rows.name
         self.role = role
