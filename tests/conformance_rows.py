@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from meshinfer import DistributedTransport, MPTransport, SlotTransport, ThreadingTransport
+from meshinfer import (
+    DistributedTransport,
+    MergedTransport,
+    MPTransport,
+    SlotTransport,
+    ThreadingTransport,
+)
 from meshinfer.inference.monarch import MonarchTransport
 from meshinfer.inference.shared import ProcessSlotTransport, SharedMemoryTransport
+from meshinfer.testing import GlooRows
 
 NUM_SLOTS = 48
 """More than the clients of any check, and fewer than the requests that one submits at once."""
@@ -48,6 +56,28 @@ def shared_memory(request_spec: Any, response_spec: Any, **options: Any) -> Shar
 
 def monarch(request_spec: Any, response_spec: Any, **options: Any) -> MonarchTransport:
     return MonarchTransport(**options)
+
+
+def announced(request_spec: Any, response_spec: Any, **options: Any) -> DistributedTransport:
+    return DistributedTransport(request_spec, response_spec, backend=GlooRows(), **options)
+
+
+class Alternating(MergedTransport):
+    """Its clients come over one transport after the other, and so do the requests of any check."""
+
+    def __init__(self, *transports: Any) -> None:
+        super().__init__(transports)
+        self._turns = itertools.cycle(transports)
+
+    def client(self) -> Any:
+        return next(self._turns).client()
+
+
+def merged(request_spec: Any, response_spec: Any, **options: Any) -> Alternating:
+    return Alternating(
+        DistributedTransport(request_spec, response_spec, **options),
+        shared_memory(request_spec, response_spec, **options),
+    )
 
 
 @dataclass(frozen=True)
@@ -100,6 +130,8 @@ ROWS = (
         DistributedTransport,
         (*PROCESSES, "threads-inline", "ray-actors"),
     ),
+    Row("distributed-announced", "distributed", announced, ("threads", "forkserver")),
+    Row("merged", "distributed and shared_memory", merged, THREADS),
     Row("ray", "ray", ray, ("ray-threads", "ray-actors"), lacks=("fixed_layout",)),
     Row(
         "monarch",

@@ -7,9 +7,12 @@
     run_conformance(ThreadHarness(MyTransport))
 
 or, with a test framework, one test for each of :data:`CONFORMANCE_CHECKS`. Needs none itself.
+
+:class:`GlooRows` has the protocol of ``DistributedTransport(backend="nccl")`` in CPU memory, where there is no GPU.
 """
 
 from meshinfer.testing.actors import ActorPool, RayHarness
+from meshinfer.testing.announced import GlooRows
 from meshinfer.testing.check import ConformanceCheck
 from meshinfer.testing.expect import raises
 from meshinfer.testing.harness import ClientRun, ThreadHarness, TransportHarness, report
@@ -22,6 +25,7 @@ __all__ = [
     "ClientRun",
     "ConformanceCheck",
     "ConformanceError",
+    "GlooRows",
     "ProcessHarness",
     "RayHarness",
     "ThreadHarness",

@@ -14,7 +14,7 @@ from meshinfer.inference.distributed.frames import Frame
 from meshinfer.inference.distributed.join import Joining
 from meshinfer.inference.distributed.pair import CLIENT, Pair
 from meshinfer.inference.distributed.plane import Channel, RowBackend
-from meshinfer.inference.distributed.watch import abort_all, end_watch, keep_watch
+from meshinfer.inference.distributed.watch import abort_all, end_watch, keep_watch, note_ending
 from meshinfer.layout import PayloadLayout
 from meshinfer.streams import Mark
 
@@ -198,6 +198,7 @@ class AnnouncedRows:
             channels, self._joining = list(self._channels), None
         self._asked.put(None)
         abort_all(channels)
+        note_ending(self._sender)
         end_watch()
 
     @property

@@ -371,4 +371,4 @@ def _leave(holder: list[Connection], pid: int) -> None:
     for connection in holder:
         connection.close(_GOODBYE_SECONDS)
     holder.clear()
-    await_aborts()  # a thread that is in C++ when the interpreter ends would abort the process
+    await_aborts()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
@@ -29,7 +27,7 @@ from meshinfer.inference.distributed.pair import SERVER, GlooDevice
 from meshinfer.inference.distributed.plane import RowBackend
 from meshinfer.inference.distributed.session import ENDED_BY_EXCEPTION, Request, Session
 from meshinfer.inference.distributed.watch import await_aborts
-from meshinfer.inference.doorbell import Doorbell
+from meshinfer.inference.doorbell import Backlog
 from meshinfer.layout import PayloadLayout
 from meshinfer.rendezvous import PrivateStore, ServerAddress
 
@@ -47,7 +45,7 @@ _RETURN_SECONDS = 15.0
 _LONGEST_HELLO = 1 << 18
 
 
-class Reception:
+class Reception(Backlog[Request]):
     """Admits clients and collects their requests.
 
     One thread waits in the private store for the next client, with no polling; each client that comes gets a thread,
@@ -80,13 +78,13 @@ class Reception:
         rows: RowBackend | None = None,
         row_timeout: float = _ROW_SECONDS,
     ) -> None:
+        super().__init__()
         self.request_layout = request_layout
         self.response_layout = response_layout
         self.rows = rows
         self.row_timeout = row_timeout
         self._compared = compared
         self._title = title
-        self.pending: deque[Request] = deque()
         self.policy_version_key: tuple[str, ...] | None = ("policy_version",)
         self.on_ready: Callable[[], None] | None = None
         self._store = PrivateStore(host, port)
@@ -96,10 +94,8 @@ class Reception:
         # Made here, since a store that closes meanwhile would leave whoever connects retrying for long.
         self._connections: list[TCPStore] = [self._store.connect(join_timeout)]
         hellos = self._store.connect(join_timeout)
-        self._work = Doorbell(lambda: self.pending or self._closing)
         self._attendance = Attendance(expected_ranks)
         self._hellos = 0
-        self._closing = False
         self._closed = threading.Event()
         self._listener = threading.Thread(
             target=self._listen, args=(hellos,), name="meshinfer-listener", daemon=True
@@ -138,23 +134,6 @@ class Reception:
             callback()
         else:
             self._work.ring()
-
-    def wake(self) -> None:
-        """Make :meth:`wait_for_work` return."""
-        self._work.wake()
-
-    def wait_for_work(self, timeout: float | None) -> bool:
-        """Until a request is ready, the reception closes or is woken."""
-        self._work.wait(timeout)
-        return bool(self.pending)
-
-    def take(self, max_items: int) -> list[Request]:
-        """At most ``max_items`` waiting requests, oldest first."""
-        found: list[Request] = []
-        with contextlib.suppress(IndexError):  # there are no more: whoever closes takes some too
-            while len(found) < max_items:
-                found.append(self.pending.popleft())
-        return found
 
     def wait_until_left(self, num_clients: int | None, timeout: float | None = None) -> bool:
         """Until every client has come and left, or the reception closes; ``False`` when ``timeout`` runs out.

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from meshinfer.inference.distributed.plane import Channel
 
-__all__ = ["abort_all", "await_aborts", "end_watch", "keep_watch"]
+__all__ = ["abort_all", "await_aborts", "end_watch", "keep_watch", "note_ending"]
 
 logger = logging.getLogger("meshinfer.distributed")
 
@@ -78,8 +78,8 @@ class _Watch:
 
 
 _watches: dict[int, _Watch] = {}
-_aborting: set[threading.Thread] = set()
-_starting = threading.Lock()
+_ending: set[threading.Thread] = set()
+_noting = threading.Lock()
 
 
 def keep_watch(watched: Watched) -> None:
@@ -104,18 +104,35 @@ def abort_all(channels: Sequence[Channel]) -> None:
         thread = threading.Thread(
             target=_abort, args=(channel,), name="meshinfer-abort", daemon=True
         )
-        with _starting:
-            _aborting.add(thread)
+        with _noting:
             thread.start()
+            _note(thread)
+
+
+def note_ending(thread: threading.Thread) -> None:
+    """``thread`` will end soon, and :func:`await_aborts` waits for it too."""
+    with _noting:
+        if thread.ident is not None:
+            _note(thread)
 
 
 def await_aborts() -> None:
-    """Until what :func:`abort_all` has begun is done, for some seconds at most."""
+    """Until what :func:`abort_all` has begun is done, and noted threads have ended, for some seconds at most.
+
+    A thread that is in C++ when the interpreter ends would abort the process.
+    """
     deadline = time.monotonic() + _ABORT_SECONDS
-    with _starting:
-        threads = list(_aborting)
+    with _noting:
+        threads = list(_ending)
     for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))
+        if thread is not threading.current_thread():
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _note(thread: threading.Thread) -> None:
+    """With the lock held."""
+    _ending.difference_update([each for each in _ending if not each.is_alive()])
+    _ending.add(thread)
 
 
 def _abort(channel: Channel) -> None:
@@ -123,6 +140,3 @@ def _abort(channel: Channel) -> None:
         channel.abort()
     except Exception:
         logger.exception("a channel could not be aborted")
-    finally:
-        with _starting:
-            _aborting.discard(threading.current_thread())
