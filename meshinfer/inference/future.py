@@ -95,7 +95,7 @@ class ReplyFuture:
     def add_done_callback(self, callback: Callable[[ReplyFuture], object]) -> None:
         """Call ``callback(self)`` once the reply is here, at once if it is; it runs in the receiving thread.
 
-        Short ones only: the client's next reply waits for it, and over NCCL the server gives such a client up in the end.
+        Short ones only: the client's next reply waits for it, and over NCCL the server gives up who waits for too long.
         """
         with _settling:
             if not self._finished:
