@@ -23,6 +23,7 @@ __all__ = [
     "POLICY_BACKEND_OF",
     "TRANSPORT_KINDS",
     "AutoRule",
+    "Entry",
     "PolicyBackend",
     "TransportConfig",
     "TransportEntry",
@@ -208,8 +209,8 @@ _SPECS = ("request_spec", "response_spec")
 
 
 @dataclass(frozen=True)
-class TransportEntry:
-    """One row of the compatibility table: a class that serves one kind in some topologies.
+class Entry:
+    """One row of a domain's table: a class that serves one kind in some topologies.
 
     Args:
         kind: the word that users ask for.
@@ -217,22 +218,13 @@ class TransportEntry:
         module: where the class is, imported when it is first asked for.
         policy_backends: topologies in which it works, from :data:`POLICY_BACKENDS`.
         description: one line for the documentation.
-        needs_specs: it takes ``request_spec`` and ``response_spec``, and works with neither
-            missing.
-        needs_num_slots: it takes ``num_slots``, and does not work without.
-        takes_specs: it takes the specs where they are known, and works without.
-        extra: the optional dependency that brings what it imports.
     """
 
-    kind: TransportKind
+    kind: str
     class_name: str
     module: str
     policy_backends: tuple[PolicyBackend, ...]
     description: str
-    needs_specs: bool = False
-    needs_num_slots: bool = False
-    takes_specs: bool = False
-    extra: str | None = None
 
     def load(self) -> Callable[..., Any]:
         """Import the class.
@@ -248,6 +240,24 @@ class TransportEntry:
                 raise
             raise explained from exc
         return cast("Callable[..., Any]", getattr(module, self.class_name))
+
+
+@dataclass(frozen=True)
+class TransportEntry(Entry):
+    """One row of the compatibility table of inference transports.
+
+    Args:
+        needs_specs: it takes ``request_spec`` and ``response_spec``, and works with neither
+            missing.
+        needs_num_slots: it takes ``num_slots``, and does not work without.
+        takes_specs: it takes the specs where they are known, and works without.
+        extra: the optional dependency that brings what it imports.
+    """
+
+    needs_specs: bool = False
+    needs_num_slots: bool = False
+    takes_specs: bool = False
+    extra: str | None = None
 
     @property
     def needs(self) -> tuple[str, ...]:

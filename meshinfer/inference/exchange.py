@@ -18,7 +18,7 @@ from meshinfer.errors import (
     ServerClosedError,
     TransportError,
 )
-from meshinfer.inference.doorbell import Doorbell
+from meshinfer.inference.doorbell import Doorbell, popped
 from meshinfer.inference.future import ReplyFuture
 
 __all__ = ["Exchange", "LocalRequest", "Member"]
@@ -201,13 +201,7 @@ class Exchange:
 
     def take(self, max_items: int) -> list[Any]:
         """At most ``max_items`` waiting requests, oldest first."""
-        requests, taken = self.requests, []
-        for _ in range(min(max_items, len(requests))):
-            try:
-                taken.append(requests.popleft())
-            except IndexError:  # one was withdrawn meanwhile
-                break
-        return taken
+        return popped(self.requests, max_items)
 
     def wait(self, timeout: float | None) -> bool:
         """Until a request waits: whether one does. Ends early when woken or closed."""

@@ -8,87 +8,42 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshinfer.inference.doorbell import Doorbell
+from meshinfer.inference.doorbell import Doorbell, popped
+from meshinfer.inference.seats import Seats
 from meshinfer.inference.shared import ProcessSlotTransport, SharedMemoryTransport
 from meshinfer.inference.slot import SlotTransport
-from meshinfer.inference.version import stamp_version
-from meshinfer.slots import Slot, SlotBank
 
-__all__ = ["Bell", "Lane", "SeatRequest"]
+__all__ = ["Bell", "Lane"]
 
 _JOIN_SECONDS = 2.0
 _QUIET = (SharedMemoryTransport, ProcessSlotTransport, SlotTransport)
-"""Whose requests are left by threads or processes that call nobody here."""
-
-
-class SeatRequest:
-    """A request of a :class:`~meshinfer.inference.slot.SlotTransport` as one of rows.
-
-    A :class:`~meshinfer.inference.rowwise.RowRequest`, but for errors: see :meth:`fail`.
-
-    Args:
-        lane: that brought it.
-        request: as the transport gave it.
-    """
-
-    __slots__ = ("_lane", "_request", "arrived", "interaction")
-    given_up = False
-    """Nobody writes over a row before it is released."""
-
-    def __init__(self, lane: Lane, request: Any) -> None:
-        self._lane = lane
-        self._request = request
-        self.arrived: float = request.arrived
-        self.interaction: int = request.interaction
-
-    @property
-    def frame(self) -> Any:
-        """With the packed request, until :meth:`release`."""
-        return self._request.frame
-
-    def release(self) -> None:
-        """The row may take another request."""
-        self._request.release()
-
-    def reply_frame(self) -> Slot:
-        """The lane's one row for replies: each is copied on before the next one is written."""
-        return self._lane.reply_frame()
-
-    def reply(self, frame: Slot, policy_version: int | None) -> None:
-        """Give the client its reply, in memory of its own."""
-        accept = getattr(self._request, "accept", None)
-        if accept is not None:  # it wants the row itself
-            return accept(frame.row, policy_version)  # type: ignore[no-any-return]
-        transport = self._lane.transport
-        layout, key = transport.response_layout, transport.policy_version_key
-        reply = layout.unpack(frame.views)
-        if policy_version is not None and key is not None and reply.get(key, None) is None:
-            stamp_version(reply, key, policy_version)
-        self._request.answer(reply)
-
-    def fail(self, exc: BaseException) -> None:
-        """Make the client raise a copy of ``exc``, which need not be encoded between threads."""
-        self._lane.transport.resolve_exception(self._request, exc)
 
 
 class Lane:
     """One transport, and its requests that have been taken and not been drained yet.
 
+    It is rung where its transport may have a request: by the thread that has received it, if the transport calls
+    back; else by its lookout, a thread that sleeps where its requests arrive and, having rung, until the serving
+    thread has looked.
+
     Args:
         transport: with a fixed layout.
+
+    Attributes:
+        is_quiet: whether requests are left by threads or processes that call nobody here.
+        failure: what the transport has raised in a thread that sleeps in it.
     """
 
     def __init__(self, transport: Any) -> None:
         self.transport = transport
         self.taken: deque[Any] = deque()
         self.failure: Exception | None = None
-        self.rung = False
+        self.is_quiet = isinstance(transport, _QUIET)
+        self._source = Seats(transport) if isinstance(transport, SlotTransport) else transport
+        self._rung = False
         self._is_told = False
         self._stopping = False
-        self._frame: Slot | None = None
-        self._seats = isinstance(transport, SlotTransport)
-        self._looked = Doorbell(lambda: self._stopping or not self.rung)
-        self._tell: Callable[[], None] = lambda: None
+        self._looked = Doorbell(lambda: self._stopping or not self._rung)
         self._lookout: threading.Thread | None = None
 
     @property
@@ -106,20 +61,17 @@ class Lane:
 
     @property
     def _may_have_some(self) -> bool:
-        return self.rung or not self._is_told
+        return self._rung or not self._is_told
 
     def ready(self) -> bool:
-        """Whether one is, as far as has been told here; or the lane has failed, which whoever drains finds out."""
+        """Whether one is, where it was rung; or it has failed, which whoever fills it finds out."""
         if self.taken or self.failure is not None:
             return True
-        if not self.rung:
+        if not self._rung:
             return False
-        self.rung = False  # before we look: whoever comes later says so again
-        if self.is_open and self.transport.num_waiting:
-            self.rung = True
-            return True
-        self._looked.ring()
-        return False
+        self._rung = False  # before we look: whoever comes later rings again
+        self._note(self.is_open and self.transport.num_waiting > 0)
+        return self._rung
 
     def fill(self, count: int) -> None:
         """Take requests until there are ``count``, or no more. Raises what the transport has raised."""
@@ -128,48 +80,38 @@ class Lane:
         missing = count - len(self.taken)
         if missing <= 0 or not self._may_have_some or not self.is_open:
             return
-        self.rung = False
-        found = self.transport.drain_slots(missing)
-        if self._seats:
-            found = [SeatRequest(self, request) for request in found]
+        self._rung = False
+        found = self._source.drain_slots(missing)
         self.taken.extend(found)
-        if len(found) == missing:  # there may be more
-            self.rung = True
+        self._note(len(found) == missing)
+
+    def _note(self, may_have_more: bool) -> None:
+        if may_have_more:
+            self._rung = True
         else:
             self._looked.ring()
 
     def let_go(self) -> None:
         """Release what was taken: nobody will serve it, and its row must not hold its client's session up."""
-        while self.taken:
-            try:
-                request = self.taken.popleft()
-            except IndexError:  # another thread has it
-                return
+        for request in popped(self.taken, len(self.taken)):
             request.release()
-
-    def reply_frame(self) -> Slot:
-        """For :class:`SeatRequest`."""
-        if self._frame is None:
-            self._frame = SlotBank(self.transport.response_layout, 1)[0]
-        return self._frame
 
     # Word of requests.
 
     def call_back(self, callback: Callable[[], None] | None) -> None:
         """Have ``callback`` called by the thread that received a request, where the transport does that."""
-        self._is_told = callback is not None and not isinstance(self.transport, _QUIET)
-        self.rung = True  # what is there already was not told
-        if callback is None:
-            return self.transport.set_ready_callback(None)  # type: ignore[no-any-return]
-        self._tell = callback
-        self.transport.set_ready_callback(self._announce)
 
-    def _announce(self) -> None:
-        self.rung = True
-        self._tell()
+        def announce() -> None:
+            self._rung = True
+            assert callback is not None
+            callback()
+
+        self._is_told = callback is not None and not self.is_quiet
+        self._rung = True  # what is there already was not told
+        self.transport.set_ready_callback(None if callback is None else announce)
 
     def watch(self, ring: Callable[[], None]) -> None:
-        """Start a thread that sleeps where the requests arrive, and rings for them, and for the transport's end."""
+        """Start the lookout, which calls ``ring`` too, also at the transport's end."""
         self._lookout = threading.Thread(
             target=self._watch, args=(ring,), name="meshinfer-lookout", daemon=True
         )
@@ -179,7 +121,7 @@ class Lane:
         try:
             while not self._stopping and self.is_open:
                 if self.transport.wait_for_work(None):
-                    self.rung = True
+                    self._rung = True
                     ring()
                     self._looked.wait(None)
         except Exception as error:
@@ -200,37 +142,28 @@ class Lane:
             self._lookout.join(_JOIN_SECONDS)
 
 
-class Bell:
-    """Where the serving thread sleeps until a lane has something: in the ``wait_for_work`` of one of them, its host.
+class Bell(Doorbell):
+    """A doorbell whose serving thread sleeps in the ``wait_for_work`` of one lane, the host.
 
     So a request of the host wakes it directly, as if there were no other lane, and the others ring by waking the host.
-    One that lives in shared memory, or between threads, is preferred: no thread of this process learns of its requests
-    otherwise. When the host is closed or fails, the thread sleeps at a doorbell of its own.
+    A quiet one is preferred: no thread of this process learns of its requests otherwise. When the host is closed or
+    fails, the thread sleeps at the doorbell itself.
 
     Args:
         lanes: all of them; one at least.
     """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
+        super().__init__(self._look)
         self._lanes = lanes
-        self._asleep = False
-        self._woken = False
-        self._host = self._choose_host()
-        self._doorbell = Doorbell(lambda: False)
-        self._begin()
-
-    def _choose_host(self) -> Lane | None:
-        there = [lane for lane in self._lanes if lane.is_open]
-        quiet = [lane for lane in there if isinstance(lane.transport, _QUIET)]
-        return next(iter(quiet + there), None)
-
-    def _begin(self) -> None:
-        for lane in self._lanes:
-            if lane.is_open:
-                _ = lane.num_waiting  # one that is served elsewhere says so now
+        self._found = False
+        there = [lane for lane in lanes if lane.is_open]
+        for lane in there:
+            _ = lane.num_waiting  # one that is served elsewhere says so now
+        self._host = next(iter([lane for lane in there if lane.is_quiet] + there), None)
         self.call_back(None)
-        for lane in self._lanes:
-            if lane is not self._host and lane.is_open:
+        for lane in there:
+            if lane is not self._host:
                 lane.watch(self.ring)
 
     def call_back(self, callback: Callable[[], None] | None) -> None:
@@ -239,58 +172,39 @@ class Bell:
             wakes_us = callback is None and lane is self._host
             lane.call_back(None if wakes_us else callback or self.ring)
 
-    def ring(self) -> None:
-        """A lane may have something."""
-        if self._asleep:
-            self._asleep = False  # one is enough
-            self._rouse()
-
-    def wake(self) -> None:
-        """Make :meth:`wait` return."""
-        self._woken = True
-        self.ring()
-
-    def wait(self, timeout: float | None) -> bool:
+    def wait_for_work(self, timeout: float | None) -> bool:
         """Until a lane has a request: whether one has. Returns early when woken, or when all are closed."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        found, left = False, timeout
-        while not (found or self._woken):
-            self._asleep = True  # from now on whoever has something rings
-            found = self._look() or (not self._woken and self._sleep(left)) or self._look()
-            if found or left == 0 or not self._is_open():
-                break
-            if deadline is not None:
-                left = max(deadline - time.monotonic(), 0.0)
-        if self._woken and not found:  # what comes to the host may not have been told
-            found = any(lane.num_waiting for lane in self._lanes)
-        self._asleep = self._woken = False
-        return found
-
-    def _is_open(self) -> bool:
-        return any(lane.is_open for lane in self._lanes)
+        self._found = False
+        self.wait(timeout)
+        # What comes to the host need not ring.
+        return self._found or any(lane.num_waiting for lane in self._lanes)
 
     def _look(self) -> bool:
-        for lane in self._lanes:  # noqa: SIM110  # with each request: a generator costs more than this
+        for lane in self._lanes:
             if lane.ready():
-                return True
-        return False
+                self._found = True
+                break
+        return self._found
 
-    def _sleep(self, seconds: float | None) -> bool:
-        """Whether the host has a request."""
+    def _sleep(self, deadline: float | None) -> bool:
         host = self._host
-        if host is not None and host.is_open and host.failure is None:
-            try:
-                return bool(host.transport.wait_for_work(seconds))
-            except Exception as error:
-                host.failure = error
-                return True
-        self._host = None
-        if self._is_open():
-            self._doorbell.wait(seconds)
-        return False
+        if host is None:
+            return any(lane.is_open for lane in self._lanes) and super()._sleep(deadline)
+        if host.failure is not None or not host.is_open:
+            self._host = None
+            return True  # look again: somebody may just have woken the host
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        try:
+            self._found = bool(host.transport.wait_for_work(left))
+        except Exception as error:
+            host.failure = error
+        return left != 0.0 and not self._found
 
-    def _rouse(self) -> None:
-        self._doorbell.wake()
-        host = self._host
-        if host is not None:
-            host.transport.wake()
+    def _release(self) -> None:
+        if self._asleep:
+            self._asleep = False  # one is enough
+            host = self._host
+            if host is None:
+                super()._release()
+            else:
+                host.transport.wake()

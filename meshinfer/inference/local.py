@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 
 from meshinfer.arguments import as_count, as_seconds
 from meshinfer.errors import ClosedError
+from meshinfer.inference.draining import Draining
 from meshinfer.inference.exchange import Exchange, LocalRequest, Member
 from meshinfer.inference.future import ReplyFuture, reply_by
 from meshinfer.inference.remote_errors import copy_exception
@@ -88,7 +89,7 @@ class LocalClient:
         return f"{type(self).__name__}({state})"
 
 
-class LocalTransport:
+class LocalTransport(Draining):
     """The server's side between threads, but for the payloads. See the protocol for what each method promises."""
 
     client_class: type[LocalClient] = LocalClient

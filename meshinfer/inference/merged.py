@@ -9,12 +9,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from meshinfer.errors import ClosedError
-from meshinfer.inference.lanes import Bell, Lane, SeatRequest
+from meshinfer.inference.doorbell import popped
+from meshinfer.inference.lanes import Bell, Lane
 from meshinfer.inference.protocol import InferenceClient, InferenceFuture
 from meshinfer.inference.rowwise import RowwiseTransport
+from meshinfer.inference.seats import SeatRequest
 from meshinfer.inference.slot import SlotTransport
 
 __all__ = ["MergedTransport"]
@@ -57,6 +60,7 @@ class MergedTransport(RowwiseTransport):
         super().__init__(first.request_layout, first.response_layout)
         devices = (getattr(each, "row_device", None) for each in self.transports)
         self.row_device = next((device for device in devices if device is not None), None)
+        self.may_lead = all(getattr(each, "may_lead", True) for each in self.transports)
         self._lanes = [Lane(each) for each in self.transports]
         self._bell: Bell | None = None
         self._beginning = threading.Lock()
@@ -177,7 +181,7 @@ class MergedTransport(RowwiseTransport):
 
     def wait_for_work(self, timeout: float | None = None) -> bool:
         """Wait until a request is ready: whether one is. Returns early when closed or woken."""
-        return not self._closed and self._begun().wait(timeout)
+        return not self._closed and self._begun().wait_for_work(timeout)
 
     def wake(self) -> None:
         """Make :meth:`wait_for_work` return."""
@@ -200,10 +204,10 @@ class MergedTransport(RowwiseTransport):
                 self._lose(lane, error)
         queues = [lane.taken for lane in self._lanes if lane.taken]
         if len(queues) == 1:
-            return _popped(queues[0], max_items)
+            return popped(queues[0], max_items)
         if sum(map(len, queues)) <= max_items:
-            found = [each for queue in queues for each in _popped(queue, max_items)]
-            return sorted(found, key=_arrived)
+            found = [each for queue in queues for each in popped(queue, max_items)]
+            return sorted(found, key=attrgetter("arrived"))
         return _oldest(queues, max_items)
 
     def resolve_exception(self, callback: Any, exc: BaseException) -> None:
@@ -248,35 +252,16 @@ def _stop(lanes: list[Lane], pid: int) -> bool:
     return True
 
 
-def _arrived(request: Any) -> float:
-    arrived: float = request.arrived
-    return arrived
-
-
-def _popped(queue: deque[Any], count: int) -> list[Any]:
-    """At most ``count`` requests, one by one: whoever closes the transport takes some too."""
-    found: list[Any] = []
-    while queue and len(found) < count:
-        try:
-            found.append(queue.popleft())
-        except IndexError:
-            break
-    return found
-
-
 def _oldest(queues: list[deque[Any]], count: int) -> list[Any]:
     """The ``count`` oldest of queues whose first is their oldest."""
     found: list[Any] = []
     while len(found) < count:
         try:
-            found.append(min((queue for queue in queues if queue), key=_first_arrived).popleft())
+            waiting = [queue for queue in queues if queue]
+            found.append(min(waiting, key=lambda queue: queue[0].arrived).popleft())
         except (IndexError, ValueError):  # the transport is being closed, and with it went the rest
             break
     return found
-
-
-def _first_arrived(queue: deque[Any]) -> float:
-    return _arrived(queue[0])
 
 
 def _checked(transports: Sequence[Any]) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from tensordict import TensorDictBase
@@ -27,7 +27,15 @@ from meshinfer.transport import (
     register_transport_resolver,
 )
 
-__all__ = ["inference_transport_kind", "kinds_for", "make_inference_transport"]
+__all__ = [
+    "check_options",
+    "check_topology",
+    "inference_transport_kind",
+    "kinds_for",
+    "make_inference_transport",
+    "placed",
+    "refuse_beside",
+]
 
 logger = logging.getLogger("meshinfer.inference")
 
@@ -71,10 +79,7 @@ def make_inference_transport(
         TypeError: ``transport`` is something else, or the kind has no such option; the message
             lists the options.
     """
-    if policy_backend not in POLICY_BACKENDS:
-        raise ValueError(
-            f"unknown policy_backend {policy_backend!r}; it is one of {listed(POLICY_BACKENDS)}"
-        )
+    check_topology(policy_backend)
     facts = {
         "request_spec": request_spec,
         "response_spec": response_spec,
@@ -89,7 +94,8 @@ def make_inference_transport(
     facts = _known_facts(facts, options)
     entry, reason = _choose(config.kind, policy_backend, facts)
     factory = entry.load()
-    arguments = _arguments(entry, factory, facts, _placed(entry.kind, policy_backend, options))
+    options = placed(entry.kind, policy_backend, options, listener="server")
+    arguments = _arguments(entry, factory, facts, options)
     logger.debug(
         "inference transport %r (%s) for policy_backend=%r: %s",
         entry.kind,
@@ -113,12 +119,7 @@ def _ready_instance(transport: Any, beside: Mapping[str, Any]) -> InferenceTrans
             "transport must be None, a kind, a TransportConfig or a ready InferenceTransport,"
             f" not {_described(transport)}"
         )
-    given = [name for name, value in beside.items() if value is not None]
-    if given:
-        raise ValueError(
-            f"{listed(given)} given beside a ready {type(transport).__name__}, which they cannot"
-            " change; pass them to its constructor"
-        )
+    refuse_beside(transport, [name for name, value in beside.items() if value is not None])
     return transport
 
 
@@ -227,20 +228,6 @@ def kinds_for(policy_backend: str) -> list[str]:
     return sorted(e.kind for e in INFERENCE_TRANSPORTS if policy_backend in e.policy_backends)
 
 
-_PLACES = ("interface", "host", "directory")
-
-
-def _placed(
-    kind: str, policy_backend: PolicyBackend, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """The options; a server that other nodes are to reach listens where its runtime says that they do."""
-    given = any(options.get(name) is not None for name in _PLACES)
-    if kind != "distributed" or given or options.get("role", "server") != "server":
-        return options
-    address = None if os.environ.get(INTERFACE_VARIABLE) else node_address(policy_backend)
-    return options if address is None else {**options, "interface": address}
-
-
 def _arguments(
     entry: TransportEntry,
     factory: Callable[..., Any],
@@ -250,14 +237,55 @@ def _arguments(
     """Keyword arguments for ``factory``: the facts that it takes and the options it accepts."""
     known = {name: facts[name] for name in entry.takes if facts[name] is not None}
     others = {name: value for name, value in options.items() if name not in known}
-    accepted = keyword_names(factory)
-    unknown = sorted(others.keys() - accepted) if accepted is not None else []
-    if accepted is not None and unknown:
-        raise TypeError(
-            f"transport {entry.kind!r} has no option {listed(unknown)}; its options are"
-            f" {listed(sorted(accepted - {*entry.takes}))}"
-        )
+    check_options(f"transport {entry.kind!r}", factory, others, entry.takes)
     return {**known, **others}
+
+
+# --- For the weights' resolver too ---------------------------------------------------------------
+
+
+def check_topology(policy_backend: str) -> None:
+    """:class:`ValueError` for an unknown one."""
+    if policy_backend not in POLICY_BACKENDS:
+        raise ValueError(
+            f"unknown policy_backend {policy_backend!r}; it is one of {listed(POLICY_BACKENDS)}"
+        )
+
+
+def refuse_beside(transport: object, given: Sequence[str]) -> None:
+    """:class:`ValueError` if arguments of these names were given with ``transport``, which is ready."""
+    if given:
+        raise ValueError(
+            f"{listed(given)} given beside a ready {type(transport).__name__}, which they cannot"
+            " change; pass them to its constructor"
+        )
+
+
+def check_options(
+    what: str, factory: Callable[..., Any], given: Mapping[str, Any], facts: Iterable[str]
+) -> None:
+    """:class:`TypeError` if ``factory`` takes no argument of a name in ``given``; lists all but the ``facts``."""
+    accepted = keyword_names(factory)
+    if accepted is not None and (unknown := sorted(given.keys() - accepted)):
+        raise TypeError(
+            f"{what} has no option {listed(unknown)}; its options are"
+            f" {listed(sorted(accepted - {*facts}))}"
+        )
+
+
+def placed(
+    kind: str, policy_backend: PolicyBackend, options: Mapping[str, Any], *, listener: str
+) -> Mapping[str, Any]:
+    """The options; a ``listener`` that other nodes are to reach listens where its runtime says that they do.
+
+    Args:
+        listener: the role of the side that listens, and the default one.
+    """
+    given = any(options.get(name) is not None for name in ("interface", "host", "directory"))
+    if kind != "distributed" or given or options.get("role", listener) != listener:
+        return options
+    address = None if os.environ.get(INTERFACE_VARIABLE) else node_address(policy_backend)
+    return options if address is None else {**options, "interface": address}
 
 
 register_transport_resolver("inference", make_inference_transport)

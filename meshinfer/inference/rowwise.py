@@ -10,12 +10,13 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from meshinfer.device_rows import DeviceReplies, DeviceRequests, LandedRequests, replace_broken
+from meshinfer.inference.draining import Draining
 from meshinfer.inference.remote_errors import encode_exception
 from meshinfer.inference.version import stamp_version
 from meshinfer.layout import PayloadLayout, RowViews
 from meshinfer.rows import Row, RowBlock, copy_row, read_rows
 
-__all__ = ["RowFrame", "RowRequest", "RowwiseTransport", "row_layouts", "version_of"]
+__all__ = ["RowFrame", "RowRequest", "RowwiseTransport", "row_layouts", "unpacked", "version_of"]
 
 
 class RowFrame(Protocol):
@@ -63,7 +64,7 @@ class RowRequest(Protocol):
         """Send an encoded exception. Likewise."""
 
 
-class RowwiseTransport:
+class RowwiseTransport(Draining):
     """The server's side of a :class:`~meshinfer.inference.protocol.BatchedTransport`, over :class:`RowRequest`.
 
     Args:
@@ -78,6 +79,8 @@ class RowwiseTransport:
     """Whether :meth:`request_batch` and :meth:`response_batch` take the policy's device."""
     row_device: torch.device | None = None
     """Where rows of some clients lie, if not all are in CPU memory."""
+    may_lead: bool = True
+    """Whether a thread that received a request may compute it: nobody waits for what it would receive meanwhile."""
     _closed: bool
 
     def __init__(self, request_spec: Any, response_spec: Any) -> None:
@@ -93,21 +96,11 @@ class RowwiseTransport:
         """At most ``max_items`` waiting requests, oldest first, still in their rows."""
         raise TypeError(f"{type(self).__name__} does not say how it drains")
 
-    def drain(self, max_items: int) -> tuple[list[TensorDictBase], list[Any]]:
-        """At most ``max_items`` waiting requests as independent TensorDicts, and a handle for each."""
-        payloads, requests, _ = self.drain_with_timing(max_items)
-        return payloads, requests
-
     def drain_with_timing(
         self, max_items: int
     ) -> tuple[list[TensorDictBase], list[Any], list[float]]:
-        """As :meth:`drain`, with the ``time.perf_counter()`` at which each request arrived."""
-        requests = self.drain_slots(max_items)
-        payloads: list[TensorDictBase] = []
-        for request in requests:
-            payloads.append(self.request_layout.unpack(request.frame.views))
-            request.release()
-        return payloads, requests, [request.arrived for request in requests]
+        """See :meth:`~meshinfer.inference.draining.Draining.drain_with_timing`."""
+        return unpacked(self.drain_slots(max_items), self.request_layout)
 
     def resolve(self, callback: Any, result: TensorDictBase) -> None:
         """Send ``result`` (the ``batch_size`` of the response spec) to the client behind ``callback``."""
@@ -244,6 +237,22 @@ class RowwiseTransport:
 def _given_up(slots: Sequence[Any]) -> list[int]:
     """Rows that were written over while they were copied may be nonsense, which must not spoil their neighbours."""
     return [index for index, request in enumerate(slots) if request.given_up]
+
+
+def unpacked(
+    requests: list[Any], layout: PayloadLayout | None
+) -> tuple[list[TensorDictBase], list[Any], list[float]]:
+    """Each request as an independent TensorDict, its row released; the requests; when each arrived.
+
+    Args:
+        layout: of the rows; known if there is a request.
+    """
+    payloads: list[TensorDictBase] = []
+    for request in requests:
+        assert layout is not None
+        payloads.append(layout.unpack(request.frame.views))
+        request.release()
+    return payloads, requests, [request.arrived for request in requests]
 
 
 def row_layouts(request_spec: Any, response_spec: Any) -> tuple[PayloadLayout, PayloadLayout]:

@@ -16,7 +16,7 @@ from meshinfer.inference.exchange import LocalRequest, Member
 from meshinfer.inference.interaction import current_interaction
 from meshinfer.inference.local import LocalClient, LocalTransport
 from meshinfer.inference.rowcall import NO_VERSION, RowCall
-from meshinfer.inference.rowwise import row_layouts, version_of
+from meshinfer.inference.rowwise import row_layouts, unpacked, version_of
 from meshinfer.inference.slot_rows import SlotRows, SlotStaging
 from meshinfer.inference.version import stamped
 from meshinfer.items import split_items
@@ -133,21 +133,11 @@ class SlotTransport(LocalTransport):
         """What requests look like; ``None`` until it is known."""
         return self._rows.layout
 
-    def drain(self, max_items: int) -> tuple[list[TensorDictBase], list[Any]]:
-        """At most ``max_items`` waiting requests as independent TensorDicts, and a handle for each."""
-        payloads, requests, _ = self.drain_with_timing(max_items)
-        return payloads, requests
-
     def drain_with_timing(
         self, max_items: int
     ) -> tuple[list[TensorDictBase], list[Any], list[float]]:
-        """As :meth:`drain`, with the ``time.perf_counter()`` at which each request was sent."""
-        requests = self.drain_slots(max_items)
-        payloads: list[TensorDictBase] = []
-        for request in requests:
-            payloads.append(self._known().unpack(request.frame.views))
-            request.release()
-        return payloads, requests, [request.arrived for request in requests]
+        """See :meth:`~meshinfer.inference.draining.Draining.drain_with_timing`; arrived is when it was sent."""
+        return unpacked(self.drain_slots(max_items), self.request_layout)
 
     def drain_slots(self, max_items: int) -> list[Any]:
         """At most ``max_items`` waiting requests, oldest first, still in their rows."""

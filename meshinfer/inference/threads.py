@@ -44,15 +44,10 @@ class ThreadingTransport(LocalTransport):
     def __init__(self) -> None:
         super().__init__(_pack)
 
-    def drain(self, max_items: int) -> tuple[list[TensorDictBase], list[Any]]:
-        """At most ``max_items`` waiting requests, and a handle for each."""
-        payloads, requests, _ = self.drain_with_timing(max_items)
-        return payloads, requests
-
     def drain_with_timing(
         self, max_items: int
     ) -> tuple[list[TensorDictBase], list[Any], list[float]]:
-        """As :meth:`drain`, with the ``time.perf_counter()`` at which each request was sent."""
+        """See :meth:`~meshinfer.inference.draining.Draining.drain_with_timing`; arrived is when it was sent."""
         requests: list[_Request] = self._exchange.take(max_items)
         payloads = [request.payload for request in requests]
         return payloads, requests, [request.arrived for request in requests]

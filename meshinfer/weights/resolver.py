@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from meshinfer.arguments import keyword_names
-from meshinfer.inference.nodes import node_address
-from meshinfer.rendezvous import INTERFACE_VARIABLE
+from meshinfer.inference.resolver import check_options, check_topology, placed, refuse_beside
 from meshinfer.transport import (
     POLICY_BACKENDS,
+    Entry,
     PolicyBackend,
     TransportConfig,
     listed,
@@ -28,29 +25,14 @@ logger = logging.getLogger("meshinfer.weights")
 
 
 @dataclass(frozen=True)
-class WeightEntry:
+class WeightEntry(Entry):
     """One row of the table of weight transports.
 
     Args:
-        kind: the word that users ask for.
-        class_name: name of the class, whose attribute ``transport_kind`` is ``kind``.
-        module: where the class is, imported when it is first asked for.
-        policy_backends: topologies in which it works.
-        auto_in: those of them in which it is what ``auto`` means.
-        description: one line for the documentation.
+        auto_in: the topologies in which it is what ``auto`` means.
     """
 
-    kind: str
-    class_name: str
-    module: str
-    policy_backends: tuple[PolicyBackend, ...]
     auto_in: tuple[PolicyBackend, ...]
-    description: str
-
-    def load(self) -> Callable[..., Any]:
-        """Import the class."""
-        module = importlib.import_module(self.module)
-        return cast("Callable[..., Any]", getattr(module, self.class_name))
 
 
 WEIGHT_TRANSPORTS: tuple[WeightEntry, ...] = (
@@ -107,21 +89,13 @@ def make_weight_transport(
             ready transport, or something that is given twice.
         TypeError: ``transport`` is something else, or the kind has no such option; lists the options.
     """
-    if policy_backend not in POLICY_BACKENDS:
-        raise ValueError(
-            f"unknown policy_backend {policy_backend!r}; it is one of {listed(POLICY_BACKENDS)}"
-        )
+    check_topology(policy_backend)
     if not isinstance(transport, str | TransportConfig | None):
         return _ready(transport, spec, transport_options)
     kind, options = _asked_for(transport, spec, transport_options)
     entry = _entry(kind, policy_backend)
     factory = entry.load()
-    accepted = keyword_names(factory)
-    if accepted is not None and (unknown := sorted(options.keys() - accepted)):
-        raise TypeError(
-            f"weight transport {entry.kind!r} has no option {listed(unknown)}; its options are"
-            f" {listed(sorted(accepted - {'spec'}))}"
-        )
+    check_options(f"weight transport {entry.kind!r}", factory, options, ["spec"])
     logger.debug(
         "weight transport %r (%s) for policy_backend=%r, asked for as %r",
         entry.kind,
@@ -129,7 +103,8 @@ def make_weight_transport(
         policy_backend,
         kind,
     )
-    return cast(WeightTransport, factory(**_placed(entry.kind, policy_backend, options)))
+    arguments = placed(entry.kind, policy_backend, options, listener="publisher")
+    return cast(WeightTransport, factory(**arguments))
 
 
 def _ready(transport: Any, spec: object, options: Mapping[str, Any] | None) -> WeightTransport:
@@ -138,11 +113,7 @@ def _ready(transport: Any, spec: object, options: Mapping[str, Any] | None) -> W
             f"weight_transport: expected None, one of {listed(WEIGHT_KINDS)}, a TransportConfig or a ready"
             f" WeightTransport, found {transport if isinstance(transport, type) else type(transport).__name__}"
         )
-    if options:
-        raise ValueError(
-            f"{listed([*options])} given beside a ready {type(transport).__name__}, which they cannot"
-            " change; pass them to its constructor"
-        )
+    refuse_beside(transport, [*options] if options else [])
     if spec is not None:
         layout = WeightLayout.from_spec(spec)
         if layout != transport.layout:
@@ -183,15 +154,6 @@ def _entry(kind: str, policy_backend: str) -> WeightEntry:
         f"weight transport {kind!r} does not work with policy_backend={policy_backend!r}, which allows"
         f" {listed(allowed)}"
     )
-
-
-def _placed(kind: str, policy_backend: PolicyBackend, options: dict[str, Any]) -> Mapping[str, Any]:
-    """The options; a publisher that other nodes are to reach listens where its runtime says that they do."""
-    given = any(options.get(name) is not None for name in ("interface", "host", "directory"))
-    if kind != "distributed" or given or options.get("role", "publisher") != "publisher":
-        return options
-    address = None if os.environ.get(INTERFACE_VARIABLE) else node_address(policy_backend)
-    return options if address is None else {**options, "interface": address}
 
 
 register_transport_resolver("weights", make_weight_transport)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 
 from meshinfer.arguments import as_count, as_seconds
 from meshinfer.errors import ClosedError
+from meshinfer.inference.draining import Draining
 from meshinfer.inference.future import ReplyFuture
 from meshinfer.inference.queues.address import Address
 from meshinfer.inference.queues.client import QueueClient
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["QueueTransport", "check_role"]
 
 
-class QueueTransport(ABC):
+class QueueTransport(Draining):
     """The server's side, which one thread receives for, and the maker of clients.
 
     Implements :class:`~meshinfer.inference.protocol.ServedTransport`. A subclass says where to listen, how clients
@@ -154,18 +155,13 @@ class QueueTransport(ABC):
         """Make :meth:`wait_for_work` return."""
         self._server().wake()
 
-    def set_ready_callback(self, callback: Callable[[], None] | None) -> None:  # noqa: B027
+    def set_ready_callback(self, callback: Callable[[], None] | None) -> None:
         """Ignored: one thread receives for all clients, and lets new ones in; it must not compute meanwhile."""
-
-    def drain(self, max_items: int) -> tuple[list[TensorDictBase], list[Request]]:
-        """At most ``max_items`` waiting requests as independent TensorDicts, and a handle for each."""
-        payloads, requests, _ = self.drain_with_timing(max_items)
-        return payloads, requests
 
     def drain_with_timing(
         self, max_items: int
     ) -> tuple[list[TensorDictBase], list[Request], list[float]]:
-        """As :meth:`drain`, with the ``time.perf_counter()`` at which each request arrived."""
+        """See :meth:`~meshinfer.inference.draining.Draining.drain_with_timing`."""
         payloads: list[TensorDictBase] = []
         requests: list[Request] = []
         for request in self._server().take(max_items):

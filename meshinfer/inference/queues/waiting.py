@@ -1,28 +1,24 @@
-"""The requests that wait for a server, and the server that waits for them or for its clients to leave."""
+"""The requests that wait for a server, and the server that waits for its clients to leave."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections import deque
 from collections.abc import Sized
 
-from meshinfer.inference.doorbell import Doorbell
+from meshinfer.inference.doorbell import Backlog
 from meshinfer.inference.queues.session import Request
 
 __all__ = ["WaitingRoom"]
 
 
-class WaitingRoom:
+class WaitingRoom(Backlog[Request]):
     """What hubs have in common, however requests reach them."""
 
     _sessions: Sized
 
     def __init__(self) -> None:
-        self.pending: deque[Request] = deque()
+        super().__init__()
         self._joins = 0
-        self._closing = False
-        self._work = self._doorbell()
         self._changed = threading.Condition()  # reentrant: the collector may close us anywhere
 
     @property
@@ -30,23 +26,11 @@ class WaitingRoom:
         """Whether it has ended, or is about to."""
         return self._closing
 
-    def wake(self) -> None:
-        """Make :meth:`wait_for_work` return."""
-        self._work.wake()
-
-    def wait_for_work(self, timeout: float | None) -> bool:
-        """Until a request is ready, the hub closes or is woken."""
-        self._work.wait(timeout)
-        return bool(self.pending)
-
     def take(self, max_items: int) -> list[Request]:
         """At most ``max_items`` waiting requests, oldest first; those of clients that have gone are dropped."""
         found: list[Request] = []
-        with contextlib.suppress(IndexError):  # there are no more
-            while len(found) < max_items:
-                request = self.pending.popleft()
-                if not request.session.over:
-                    found.append(request)
+        while len(found) < max_items and (taken := super().take(max_items - len(found))):
+            found += [request for request in taken if not request.session.over]
         return found
 
     def wait_until_left(self, num_clients: int | None, timeout: float | None = None) -> bool:
@@ -56,6 +40,3 @@ class WaitingRoom:
             return self._changed.wait_for(
                 lambda: self._closing or (not self._sessions and self._joins >= needed), timeout
             )
-
-    def _doorbell(self) -> Doorbell:
-        return Doorbell(lambda: self.pending or self._closing)
