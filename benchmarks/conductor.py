@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any
 
-from .client import CONNECT, client_main
+from .client import CONNECT, answer, client_main
 from .collecting import CollectorConductor
 from .peers import (
     IN_ACTORS,
@@ -65,15 +65,7 @@ class _Client:
 
     def answer(self) -> Any:
         """Wait for the command's outcome; raises RuntimeError with the client's own traceback."""
-        if not self._pipe.poll(CLIENT_SECONDS):
-            raise RuntimeError(f"client {self._number} gave no answer in {CLIENT_SECONDS:.0f} s")
-        try:
-            status, value = self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"client {self._number} died: {self._body!r}") from None
-        if status == "failed":
-            raise RuntimeError(f"client {self._number} failed:\n{value}")
-        return value
+        return answer(self._pipe, f"client {self._number}", self._body, CLIENT_SECONDS)
 
 
 class Conductor:

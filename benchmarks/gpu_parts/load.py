@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any
 
-from ..client import CONNECT, client_main
+from ..client import CONNECT, answer, client_main
 from ..peers import START_METHOD, Session
 from ..workload import Leaf, Workload
 
@@ -88,15 +88,7 @@ class Hand:
 
     def answer(self, seconds: float = 60.0) -> Any:
         """The command's outcome. RuntimeError with the process's own traceback, or because it died or is late."""
-        if not self._pipe.poll(seconds):
-            raise RuntimeError(f"a client process gave no answer in {seconds:.0f} s")
-        try:
-            status, value = self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"a client process died: {self.process!r}") from None
-        if status == "failed":
-            raise RuntimeError(f"a client process failed:\n{value}")
-        return value
+        return answer(self._pipe, "a client process", self.process, seconds)
 
     def let_go(self) -> None:
         """It ends by itself once it has nothing to do."""
