@@ -59,6 +59,22 @@ def client_main(connector: Connector, workload: Workload, client: int, pipe: Con
         raise
 
 
+def answer(pipe: Connection, who: str, body: object, seconds: float) -> Any:
+    """The outcome of a command to `client_main`, or to what answers as it does.
+
+    RuntimeError with that side's own traceback, or because `body`, which runs it, died or is late.
+    """
+    if not pipe.poll(seconds):
+        raise RuntimeError(f"{who} gave no answer in {seconds:.0f} s")
+    try:
+        status, value = pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"{who} died: {body!r}") from None
+    if status == "failed":
+        raise RuntimeError(f"{who} failed:\n{value}")
+    return value
+
+
 def closed_loop(
     request: Callable[[], Any], start: float, stop: float, at_least: int = 1
 ) -> array[float]:
