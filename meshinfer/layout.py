@@ -39,6 +39,11 @@ _DTYPE_NAMES = (
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 )
 _DTYPES = frozenset(getattr(torch, word) for word in _DTYPE_NAMES.split() if hasattr(torch, word))
+_SINGLY = _DTYPES & {
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex32),
+    getattr(torch, "float8_e8m0fnu", torch.uint16),
+}
+"""A GPU copies them, but not several tensors at once: ``torch._foreach_copy_`` has no kernel for them."""
 # A lazy stack of different shapes, a path through a leaf, a nested tensor that has no one shape.
 _UNREADABLE = (RuntimeError, LookupError, AttributeError, TypeError, ValueError)
 _DIFFERENCES_SHOWN = 5
@@ -256,7 +261,11 @@ class PayloadLayout:
             raise ValueError(f"{self.name}: expected views of one row, found {views.num_rows} rows")
         device = views.device
         sources = [self._leaf(payload, *planned, device) for planned in self._plan]
-        torch._foreach_copy_(views.tensors, sources)
+        if device.type == "cuda" and not _SINGLY.isdisjoint([x.dtype for x in self.leaves]):
+            for target, source in zip(views.tensors, sources, strict=True):
+                target.copy_(source)
+        else:
+            torch._foreach_copy_(views.tensors, sources)
 
     def unpack(self, views: RowViews, *, copy: bool = True) -> TensorDict:
         """The payload in one row, of :attr:`batch_size`.

@@ -496,7 +496,7 @@ def test_the_stand_in_is_called_as_the_original_is() -> None:
     assert "torch.device" in group.eager_connect_single_device.__doc__
     assert len(group.get_runtime_nccl_version()) == 3
     assert group.abort.__doc__.startswith("abort(self")
-    assert torch.distributed.Work.synchronize.__doc__.startswith("synchronize(self")
+    assert torch.distributed.Work.block_current_stream.__doc__.startswith("block_current_stream(")
     options, ours = group.Options(), nccl_stand_in.Options()
     for name in vars(ours):
         assert hasattr(options, name), name

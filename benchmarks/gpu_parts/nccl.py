@@ -138,9 +138,11 @@ def _round_trips(part: Part, side: Side, partner: Hand, nbytes: int) -> dict[str
     times: dict[str, list[float]] = {}
     with _serving(side, nbytes) as (_, address):
         names = list(_connected(part, side, partner, address))
-        # A few round trips tell how many there is time for.
-        count = math.ceil(seconds / _raw(side, partner, nbytes, _FEW, waits=False))
-        count = max(_FEW, min(_MANY, count))
+        # A few round trips of each kind tell how many there is time for: two processes that share a GPU take turns,
+        # and one kind may need more of them than another.
+        few = [_raw(side, partner, nbytes, _FEW, waits=waits) for waits in (False, True)]
+        few += [_told(partner, "burst", name=name, count=_FEW) for name in names]
+        count = max(_FEW, min(_MANY, math.ceil(seconds / max(few))))
         for _ in range(rounds):
             medians = {
                 "raw": _raw(side, partner, nbytes, count, waits=False),

@@ -132,6 +132,8 @@ def trace_row(transport: str, seen: Seen, passes: int) -> dict[str, Any]:
 
 def objections(row: Mapping[str, Any]) -> list[str]:
     """What a pass must not do, in words; empty if all is well."""
+    if not row["kernels_per_pass"] and not row["copies"]:
+        return ["the profiler saw nothing that the GPU did"]
     found = []
     if row["device_syncs"]:
         found.append(f"{row['device_syncs']} calls of cudaDeviceSynchronize")

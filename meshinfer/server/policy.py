@@ -90,7 +90,9 @@ class ServedPolicy:
         """With :attr:`turn` held, in any thread: compute ``batch`` for nobody."""
         with torch.inference_mode(False), torch.no_grad():
             for _ in range(_WARM_UP_PASSES):
-                self(batch.clone(), interaction)
+                # TensorDict.clone() adds 0 where a device is set, which torch cannot do for every dtype of a GPU.
+                copied: TensorDictBase = batch.apply(torch.clone)  # type: ignore[assignment]
+                self(copied, interaction)
         if self.device is not None and self.device.type != "cpu":
             self._prepared.append((batch, interaction))
 

@@ -70,7 +70,8 @@ def octets_of(payload: TensorDictBase) -> dict[str, bytes]:
 
 def echo(batch: TensorDictBase) -> TensorDictBase:
     assert all(leaf.device.type == "cuda" for leaf in batch.values())
-    return batch.clone()
+    # TensorDict.clone() adds 0 where a device is set, which torch cannot do with every dtype.
+    return batch.apply(torch.clone)
 
 
 def transport(device: int, share: bool, **options: Any) -> DistributedTransport:
@@ -104,6 +105,12 @@ def connect(station: SimpleNamespace, port: int, device: int, share: bool) -> No
     station.device = f"cuda:{device}"
     station.client = transport(device, share, role="client", port=port).client()
     query(station, 1)
+
+
+def ask_from_the_cpu(station: SimpleNamespace, port: int, device: int) -> None:
+    """As a client on a GPU that may not be there, so that nothing can lie on it."""
+    with transport(device, False, role="client", port=port).client() as client:
+        client(payload())
 
 
 def query(station: SimpleNamespace, requests: int) -> None:
@@ -209,7 +216,7 @@ def test_a_client_whose_gpu_is_not_there(workers: list[Worker]) -> None:
     server, client, _ = workers
     port = server.call(serve, False, within=SECONDS)
     with pytest.raises(ValueError, match=f"device={GPUS}: this process has {GPUS} CUDA devices"):
-        client.call(connect, port, GPUS, False, within=SECONDS)
+        client.call(ask_from_the_cpu, port, GPUS, within=SECONDS)
     server.call(stop)
 
 

@@ -127,7 +127,6 @@ class AnnouncedRows:
             self._receiving_since = None
         if self._closed:
             raise RuntimeError(self._why())
-        frame.take_version()
 
     def has_read(self, frame: Frame) -> None:
         """See :class:`~meshinfer.inference.distributed.plane.DataPlane`."""

@@ -271,6 +271,7 @@ class Connection:
         kind = frame.header[_KIND]
         if kind == _RESULT:
             self._plane.receive(frame)
+            frame.take_version()
             result = reply.read()  # before its future leaves our books: reading may fail
             self._plane.has_read(frame)
             future = self._settle(frame.header[_ID])

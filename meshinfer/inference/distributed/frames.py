@@ -153,8 +153,8 @@ class Frame:
         self.block_views = layout.views(self.block)
         octet = 8 * Field.VERSION
         word = buffer[octet : octet + 8].view(torch.int64).squeeze(0)
-        with torch.inference_mode(False):
-            self._version = word.to(row.device)
+        with torch.inference_mode(False):  # a copy would wait for all that the device has to do
+            self._version = word if self.row.on_host else torch.zeros_like(word, device=row.device)
         self.version = self._version.expand(layout.batch_size)
         self.touched: Mark = PASSED
         """When what this side has begun to do with the row is done: whoever moves the row waits for that."""

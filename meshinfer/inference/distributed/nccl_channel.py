@@ -20,7 +20,7 @@ from torch.distributed import Store
 
 from meshinfer.inference.distributed.pair import CLIENT, FOREVER, SERVER
 from meshinfer.inference.distributed.watch import abort_all
-from meshinfer.streams import PASSED, Mark, tolerate_captures
+from meshinfer.streams import Mark, mark, tolerate_captures
 
 __all__ = ["NcclChannel", "built", "cuda_memory", "first_line"]
 
@@ -109,10 +109,11 @@ class NcclChannel:
             RuntimeError: it does not pass, or arrives damaged.
         """
         device = cuda_memory(self._index)
-        with torch.inference_mode(False), torch.cuda.stream(self._stream):
+        with torch.inference_mode(False):  # in our stream, torch would set 2 MiB aside
             expected = torch.arange(_WARM_UP_BYTES, dtype=torch.uint8, device=device)
             row = expected if sends else torch.zeros_like(expected)
-            self._begin("send" if sends else "recv", row, PASSED).wait()
+        self._begin("send" if sends else "recv", row, mark(device)).wait()
+        with torch.cuda.stream(self._stream):
             if row.tolist() != list(range(_WARM_UP_BYTES)):
                 raise RuntimeError("the first row arrived damaged")
 
@@ -131,7 +132,7 @@ class NcclChannel:
                 after.hold_up(self._stream)
                 with torch.cuda.stream(self._stream):
                     work = getattr(self._group, call)([row], self._peer, 0)
-                    work.synchronize()  # only our stream waits; wait() would keep the processor busy
+                    work.block_current_stream()  # ours alone; wait() would keep the processor busy
                 done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 done.record(self._stream)
             except RuntimeError as error:

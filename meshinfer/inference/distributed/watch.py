@@ -56,6 +56,13 @@ class _Watch:
         """Something needs to be looked at no more: the thread ends at once if it was the last."""
         self._fewer.set()
 
+    def await_end(self, deadline: float) -> None:
+        """Until the thread has ended, if nothing is left to look at."""
+        with self._lock:
+            thread = None if any(not each.closed for each in self._watched) else self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
     def _run(self) -> None:
         while True:
             self._fewer.wait(_TICK_SECONDS)
@@ -127,6 +134,9 @@ def await_aborts() -> None:
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(deadline - time.monotonic(), 0.0))
+    watch = _watches.get(os.getpid())
+    if watch is not None:
+        watch.await_end(deadline)
 
 
 def _note(thread: threading.Thread) -> None:
