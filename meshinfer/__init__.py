@@ -29,10 +29,11 @@ from meshinfer.inference import (
     inference_transport_kind,
     make_inference_transport,
 )
-from meshinfer.inference.distributed import DistributedClient, DistributedTransport
+from meshinfer.inference.distributed import DistributedClient, DistributedTransport, NcclRows
 from meshinfer.inference.merged import MergedTransport
 from meshinfer.inference.monarch import MonarchTransport
 from meshinfer.inference.queues import MPTransport
+from meshinfer.inference.shared import ProcessSlotTransport, SharedMemoryTransport
 from meshinfer.inference.slot import SlotTransport
 from meshinfer.inference.threads import ThreadingTransport
 from meshinfer.layout import PayloadLayout
@@ -58,6 +59,8 @@ from meshinfer.transport import (
 )
 from meshinfer.weights import (
     DirectWeights,
+    DistributedWeights,
+    SharedMemoryWeights,
     WeightLayout,
     WeightPublisher,
     WeightSubscriber,
@@ -73,6 +76,7 @@ __all__ = [
     "DirectWeights",
     "DistributedClient",
     "DistributedTransport",
+    "DistributedWeights",
     "EnvironmentFailedError",
     "InferenceClient",
     "InferenceDeviceConfig",
@@ -88,11 +92,13 @@ __all__ = [
     "MeshInferError",
     "MonarchInferenceServer",
     "MonarchTransport",
+    "NcclRows",
     "PayloadLayout",
     "PeerLostError",
     "PerNode",
     "PolicyClientModule",
     "ProcessInferenceServer",
+    "ProcessSlotTransport",
     "RankGroup",
     "RayInferenceServer",
     "RefusedError",
@@ -100,6 +106,8 @@ __all__ = [
     "ServerClosedError",
     "ServerHealth",
     "ServerStats",
+    "SharedMemoryTransport",
+    "SharedMemoryWeights",
     "SlotTransport",
     "ThreadInferenceServer",
     "ThreadingTransport",

@@ -20,9 +20,14 @@ from meshinfer.inference.rowwise import RowwiseTransport
 from meshinfer.inference.seats import SeatRequest
 from meshinfer.inference.slot import SlotTransport
 
-__all__ = ["MergedTransport"]
+__all__ = ["SEVERAL_ELSEWHERE", "MergedTransport"]
 
 logger = logging.getLogger("meshinfer.inference")
+
+SEVERAL_ELSEWHERE = (
+    "several transports at once are served by the process that made them: use service_backend='thread', or give one "
+    "transport"
+)
 
 
 class MergedTransport(RowwiseTransport):
@@ -96,10 +101,7 @@ class MergedTransport(RowwiseTransport):
     @property
     def serve_elsewhere(self) -> NoReturn:
         """Refused: some transports cannot."""
-        raise TypeError(
-            "several transports at once are served by the process that made them: use service_backend='thread', or "
-            "give one transport"
-        )
+        raise TypeError(SEVERAL_ELSEWHERE)
 
     def __enter__(self) -> MergedTransport:
         self._first_open()

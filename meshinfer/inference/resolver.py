@@ -95,7 +95,7 @@ def make_inference_transport(
     entry, reason = _choose(config.kind, policy_backend, facts)
     factory = entry.load()
     options = placed(entry.kind, policy_backend, options, listener="server")
-    arguments = _arguments(entry, factory, facts, options)
+    arguments = _arguments(entry, factory, facts, options, config.kind)
     logger.debug(
         "inference transport %r (%s) for policy_backend=%r: %s",
         entry.kind,
@@ -233,11 +233,15 @@ def _arguments(
     factory: Callable[..., Any],
     facts: Mapping[str, Any],
     options: Mapping[str, Any],
+    asked: str,
 ) -> dict[str, Any]:
     """Keyword arguments for ``factory``: the facts that it takes and the options it accepts."""
     known = {name: facts[name] for name in entry.takes if facts[name] is not None}
     others = {name: value for name, value in options.items() if name not in known}
-    check_options(f"transport {entry.kind!r}", factory, others, entry.takes)
+    what = f"transport {entry.kind!r}"
+    if asked == "auto":
+        what = f"transport 'auto' chose {entry.kind!r}, which"
+    check_options(what, factory, others, entry.takes)
     return {**known, **others}
 
 

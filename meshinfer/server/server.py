@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -10,7 +11,7 @@ from meshinfer.errors import ClosedError
 from meshinfer.inference.protocol import InferenceClient, InferenceTransport
 from meshinfer.inference.resolver import inference_transport_kind
 from meshinfer.server.config import InferenceServerConfig
-from meshinfer.transport import TransportConfig
+from meshinfer.transport import TransportConfig, listed
 from meshinfer.weights.protocol import WeightTransport
 
 if TYPE_CHECKING:
@@ -37,10 +38,26 @@ class _Placed(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is not InferenceServer:
+            _refuse_unknown(cls, kwargs)
             return super().__call__(*args, **kwargs)
         from meshinfer.server.backends import make_server
 
         return make_server(*args, **kwargs)
+
+
+def _refuse_unknown(cls: type, given: Mapping[str, Any]) -> None:
+    """:class:`TypeError` for an argument that no constructor of ``cls`` takes, in the words of who wrote it."""
+    accepted: set[str] = set()
+    for each in cls.__mro__:
+        parameters = inspect.signature(each.__init__).parameters  # type: ignore[misc]
+        accepted.update(parameters)
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            break
+    if unknown := sorted(given.keys() - accepted):
+        raise TypeError(
+            f"{cls.__name__} has no argument {listed(unknown)}; options of its transport go into "
+            "transport_options={...}"
+        )
 
 
 class InferenceServer(metaclass=_Placed):

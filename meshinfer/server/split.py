@@ -7,7 +7,7 @@ import os
 import pickle
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from meshinfer.errors import ServerClosedError
 from meshinfer.inference.distributed import DistributedTransport
+from meshinfer.inference.merged import SEVERAL_ELSEWHERE
 from meshinfer.inference.nodes import node_address
 from meshinfer.inference.protocol import InferenceTransport
 from meshinfer.inference.resolver import kinds_for, make_inference_transport
@@ -89,6 +90,8 @@ def split_transport(
     Raises:
         ValueError, TypeError: as there, and for a ready transport that cannot be served from another process.
     """
+    if isinstance(transport, Sequence) and not isinstance(transport, str):
+        raise TypeError(SEVERAL_ELSEWHERE)
     asked = isinstance(transport, str | TransportConfig | None)
     config = None
     if asked:

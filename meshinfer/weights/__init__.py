@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshinfer.weights.direct import DirectWeights
+from meshinfer.weights.distributed.transport import DistributedWeights
 from meshinfer.weights.layout import WeightLayout
 from meshinfer.weights.protocol import (
     WeightPublisher,
@@ -11,9 +12,12 @@ from meshinfer.weights.protocol import (
     WeightUpdate,
 )
 from meshinfer.weights.resolver import make_weight_transport
+from meshinfer.weights.shared_memory.transport import SharedMemoryWeights
 
 __all__ = [
     "DirectWeights",
+    "DistributedWeights",
+    "SharedMemoryWeights",
     "WeightLayout",
     "WeightPublisher",
     "WeightSubscriber",

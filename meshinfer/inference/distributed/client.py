@@ -26,7 +26,7 @@ from meshinfer.inference.distributed.connection import Connection
 from meshinfer.inference.distributed.frames import Frame, is_large, proof_in, proof_message
 from meshinfer.inference.distributed.join import Compared, Hello, Identity, Joining
 from meshinfer.inference.distributed.locate import Locator
-from meshinfer.inference.distributed.pair import CLIENT, SERVER, GlooDevice, Pair
+from meshinfer.inference.distributed.pair import CLIENT, SERVER, GlooDevice, Pair, plain
 from meshinfer.inference.distributed.plane import DataPlane, FramedRows, RowBackend
 from meshinfer.inference.distributed.watch import await_aborts
 from meshinfer.inference.future import ReplyFuture, reply_by
@@ -167,7 +167,7 @@ class DistributedClient:
             if self._connection is None
             else "connected"
         )
-        return f"DistributedClient({self._identity} of {self._locator}, {state})"
+        return f"DistributedClient(as {self._identity} of {self._locator}, {state})"
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_open()
@@ -261,7 +261,7 @@ class DistributedClient:
             connection = self._connection_over(pair, address, key, plane)
             plane.await_receiving()
         except BaseException as error:
-            reason = plane.reason or str(error)
+            reason = plane.reason or plain(error)
             plane.close()
             pair.abort()
             if isinstance(error, RuntimeError):
@@ -326,7 +326,7 @@ class DistributedClient:
             received.wait(joining.left())
         except RuntimeError as error:
             raise PeerLostError(
-                f"the server went away while this client joined: {error}"
+                f"the server went away while this client joined: {plain(error)}"
             ) from error
         del sent  # the server has read it: its proof is the answer
         if proof_in(shown) != joining.proof(SERVER, server_nonce):

@@ -23,7 +23,7 @@ from meshinfer.inference.distributed.frames import (
     Kind,
     announcement,
 )
-from meshinfer.inference.distributed.pair import FOREVER, Pair, Receiving
+from meshinfer.inference.distributed.pair import FOREVER, Pair, Receiving, plain
 from meshinfer.inference.distributed.plane import DataPlane, FramedRows
 from meshinfer.inference.future import ReplyFuture
 from meshinfer.inference.remote_errors import decode_exception
@@ -237,7 +237,7 @@ class Connection:
             while self._receive():
                 pass
         except (RuntimeError, TimeoutError) as error:
-            self._lose(self._plane.reason or str(error))
+            self._lose(self._plane.reason or plain(error))
         except Exception as error:
             logger.exception("a client failed to receive")
             self._end(TransportError, f"this client failed to receive: {error!r}")

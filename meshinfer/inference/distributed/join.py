@@ -31,7 +31,14 @@ from torch.distributed import DistError, TCPStore
 
 import meshinfer
 from meshinfer.errors import RefusedError, ServerClosedError
-from meshinfer.inference.distributed.pair import CLIENT, SERVER, AddressExchange, GlooDevice, Pair
+from meshinfer.inference.distributed.pair import (
+    CLIENT,
+    SERVER,
+    AddressExchange,
+    GlooDevice,
+    Pair,
+    plain,
+)
 from meshinfer.inference.distributed.plane import RowBackend
 from meshinfer.rendezvous import bounded
 
@@ -289,7 +296,9 @@ class Joining:
         try:
             return Pair(exchange, self.rank, device, self.remaining(), large)
         except RuntimeError as error:
-            raise TimeoutError(f"the other side did not complete the gloo pair: {error}") from error
+            raise TimeoutError(
+                f"the other side did not complete the gloo pair: {plain(error)}"
+            ) from error
         finally:
             exchange.forget()
 

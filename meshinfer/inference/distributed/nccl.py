@@ -15,7 +15,6 @@ from meshinfer.inference.distributed.nccl_channel import (
     NcclChannel,
     built,
     cuda_memory,
-    first_line,
 )
 
 __all__ = ["NcclRows"]
@@ -32,8 +31,8 @@ class NcclRows:
     Args:
         device: a CUDA device, or its index. ``None`` for the current one of the thread that first asks for
             :attr:`device`: each thread has its own, and a new one begins with the first GPU.
-        ctas: thread blocks, and with them sets of buffers, that a communicator has at most; the same at both sides.
-            See ``docs/nccl.md``.
+        ctas: thread blocks, and with them sets of buffers, that a communicator has at most, 1 to 32; the same at both
+            sides. NCCL takes a power of two, 2 of 3. See ``docs/nccl.md``.
     """
 
     name = "nccl"
@@ -131,7 +130,9 @@ def _index_of(device: torch.device | str | int | None) -> int | None:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device={device!r}: {first_line(error)}") from error
+        raise ValueError(
+            f"device={device!r}: expected a CUDA device, such as 'cuda:0', or its index"
+        ) from error
     if found.type != "cuda":
         raise ValueError(f"device={str(device)!r}: NCCL needs a CUDA device; or use backend='gloo'")
     return found.index
@@ -153,7 +154,10 @@ def _available(asked: int | None) -> int:
     if asked is None:
         return torch.cuda.current_device()
     if asked >= count:
-        raise ValueError(f"device={asked}: this process has {count} CUDA devices, numbered from 0")
+        raise ValueError(
+            f"device={asked}: this process has {count} CUDA devices, numbered from 0; where each rank sees one GPU "
+            "(CUDA_VISIBLE_DEVICES), it is 0"
+        )
     return asked
 
 

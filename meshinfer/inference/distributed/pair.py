@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,12 +15,13 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from meshinfer.inference.distributed.frames import TAG_ABORT, TAG_END, TAG_FRAME, TAG_PROBE
 
-__all__ = ["CLIENT", "SERVER", "GlooDevice", "Pair", "Receiving"]
+__all__ = ["CLIENT", "SERVER", "GlooDevice", "Pair", "Receiving", "plain"]
 
 SERVER = 0
 CLIENT = 1
 FOREVER = timedelta(days=3650)  # idling is never a timeout
 _MOMENT = timedelta(milliseconds=1)
+_DECORATION = re.compile(r"^\[[^\]]*\.cc:\d+\] |\. This (is|may be) .*$", re.DOTALL)
 
 
 class GlooDevice:
@@ -151,6 +153,11 @@ class Pair:
                 group.recv(_nothing(), self._peer, TAG_ABORT).wait(_MOMENT)
             except RuntimeError:
                 continue  # the expected end, also where the connection was broken before
+
+
+def plain(error: BaseException) -> str:
+    """What gloo says, without its source file and its advice."""
+    return _DECORATION.sub("", str(error))
 
 
 def _nothing() -> list[torch.Tensor]:

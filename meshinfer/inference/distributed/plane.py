@@ -19,10 +19,7 @@ from meshinfer.inference.distributed.frames import Frame
 from meshinfer.layout import PayloadLayout
 from meshinfer.streams import Mark
 
-__all__ = ["Channel", "DataPlane", "FramedRows", "RowBackend", "row_backend"]
-
-_MOST_ANNOUNCED = 2
-"""Rows of one client that its server has place for: more would wait in the GPU, where nothing should wait for long."""
+__all__ = ["Channel", "DataPlane", "FramedRows", "RowBackend"]
 
 
 class DataPlane(Protocol):
@@ -178,38 +175,3 @@ class RowBackend(Protocol):
             TimeoutError: it has not.
             RuntimeError: the channel cannot be built; says why.
         """
-
-
-def row_backend(
-    backend: str | RowBackend, *, device: torch.device | str | int | None, window: int
-) -> RowBackend | None:
-    """What a user asked for; ``None`` for rows in their frames.
-
-    Raises:
-        ValueError, TypeError: there is no such backend, here or at all; says which argument is to blame.
-    """
-    if isinstance(backend, str):
-        rows = _named(backend, device)
-    elif device is not None:
-        raise ValueError("device= goes with backend='nccl'; a ready backend has its own")
-    else:
-        rows = backend
-    if rows is not None and window > _MOST_ANNOUNCED:
-        raise ValueError(
-            f"window={window}: at most {_MOST_ANNOUNCED} over {rows.name!r}, since a server has no place for more"
-        )
-    return rows
-
-
-def _named(backend: str, device: torch.device | str | int | None) -> RowBackend | None:
-    if backend == "nccl":
-        from meshinfer.inference.distributed.nccl import NcclRows  # which needs a torch that has it
-
-        return NcclRows(device)
-    if backend != "gloo":
-        raise ValueError(f"backend={backend!r}: expected 'gloo' or 'nccl'")
-    if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(
-            f"device={str(device)!r}: over gloo, payloads are in CPU memory; give backend='nccl' too"
-        )
-    return None

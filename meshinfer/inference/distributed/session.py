@@ -27,7 +27,7 @@ from meshinfer.inference.distributed.frames import (
     proof_message,
 )
 from meshinfer.inference.distributed.join import Hello, Joining
-from meshinfer.inference.distributed.pair import CLIENT, FOREVER, SERVER, Pair, Receiving
+from meshinfer.inference.distributed.pair import CLIENT, FOREVER, SERVER, Pair, Receiving, plain
 from meshinfer.inference.distributed.plane import DataPlane, FramedRows
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class Session:
         try:
             self._build()
         except Exception as error:
-            reason, pair = self._plane.reason or str(error), self._pair
+            reason, pair = self._plane.reason or plain(error), self._pair
             self._let_go()
             if pair is not None:
                 pair.abort()  # the client may be building still
@@ -253,7 +253,7 @@ class Session:
             lost = self._receive()
         except Exception as error:
             # Its text: a log that keeps the error would keep our sockets.
-            lost = self._plane.reason or str(error)
+            lost = self._plane.reason or plain(error)
         self._let_go()
         self._host.leave(self, lost)
 

@@ -15,10 +15,11 @@ from tensordict import TensorDictBase
 
 from meshinfer.arguments import as_count, as_seconds
 from meshinfer.errors import ClosedError, TransportError
+from meshinfer.inference.distributed.backends import row_backend
 from meshinfer.inference.distributed.client import DistributedClient
 from meshinfer.inference.distributed.join import Compared, Identity
 from meshinfer.inference.distributed.locate import FixedAddress, Listed, Locator
-from meshinfer.inference.distributed.plane import RowBackend, row_backend
+from meshinfer.inference.distributed.plane import RowBackend
 from meshinfer.inference.distributed.reception import Reception
 from meshinfer.inference.distributed.session import Request
 from meshinfer.inference.future import ReplyFuture
@@ -55,7 +56,7 @@ class DistributedTransport(RowwiseTransport):
             GPUs, see ``docs/nccl.md``; or a ready :class:`~meshinfer.inference.distributed.plane.RowBackend`. A server
             with ``"nccl"`` has clients of either kind.
         device: with ``"nccl"``, the GPU of this side: where a client's payloads lie and its replies arrive, where a
-            server receives rows. By default the current CUDA device of the process that connects.
+            server receives rows. By default the current CUDA device of the thread that connects, or makes the server.
         timeout: seconds for a client to connect; also how long a waiter without a deadline waits before it asks
             whether the server is alive, and how long a row over NCCL may take. Idling has no limit.
         role: ``"server"`` for the process that serves, ``"client"`` for one that only makes clients.
@@ -166,7 +167,9 @@ class DistributedTransport(RowwiseTransport):
         """
         self._check_open()
         if backend not in (None, "gloo"):
-            raise ValueError(f"backend={backend!r}: expected 'gloo' or nothing")
+            raise ValueError(
+                f"backend={backend!r}: expected 'gloo', or nothing for the transport's own, {self.backend!r}"
+            )
         return DistributedClient(
             self._locator,
             self.request_layout,
