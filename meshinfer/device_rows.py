@@ -23,13 +23,13 @@ _Broken = Callable[[], Sequence[int]]
 _Stamp = tuple[tuple[str, ...], int]
 
 
-class DeviceRequests:
-    """Staging for up to ``capacity`` requests to a policy on ``device``, reused from batch to batch.
+class _Staging:
+    """A block of rows in page-locked memory, and one on the device.
 
     Args:
         layout: of each row.
         capacity: the largest number of rows.
-        device: where the policy computes.
+        device: of the second block.
 
     Raises:
         ValueError: so many rows do not fit into memory.
@@ -40,6 +40,17 @@ class DeviceRequests:
         self._host = RowBlock(layout, capacity, pinned=device.type == "cuda")
         self._block = RowBlock(layout, capacity, device=device)
         self.device = self._block.head(1).device  # with its index
+
+
+class DeviceRequests(_Staging):
+    """Staging for up to ``capacity`` requests to a policy on ``device``, reused from batch to batch.
+
+    Args:
+        layout, capacity, device: of the rows, and where the policy computes; see the base.
+    """
+
+    def __init__(self, layout: PayloadLayout, capacity: int, device: torch.device) -> None:
+        super().__init__(layout, capacity, device)
         self._leaving: Mark = PASSED
 
     def lies_here(self, row: Row) -> bool:
@@ -122,25 +133,17 @@ class LandedRequests(DeviceRequests):
         return self._host.batch(count)
 
 
-class DeviceReplies:
+class DeviceReplies(_Staging):
     """Staging for up to ``capacity`` replies of a policy on ``device``, or to clients whose rows lie there.
 
     Results are packed where they are, on the device or in CPU memory.
 
     Args:
-        layout: of each row.
-        capacity: the largest number of rows.
-        device: of the policy, or of the clients' rows.
-
-    Raises:
-        ValueError: so many rows do not fit into memory.
+        layout, capacity, device: of the rows, and where the policy computes or the clients' rows lie; see the base.
     """
 
     def __init__(self, layout: PayloadLayout, capacity: int, device: torch.device) -> None:
-        self._layout = layout
-        self._host = RowBlock(layout, capacity, pinned=device.type == "cuda")
-        self._block = RowBlock(layout, capacity, device=device)
-        self.device = self._block.head(1).device
+        super().__init__(layout, capacity, device)
         self.rows = self._host.rows
         """In CPU memory."""
         self._on_host = False

@@ -26,6 +26,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
+from meshinfer.misfits import leaf_difference, misfit, text, word
 from meshinfer.specs import check_keys, example_of, short_key, walk
 
 __all__ = ["ALIGNMENT", "Leaf", "PayloadLayout", "RowViews"]
@@ -168,7 +169,7 @@ class PayloadLayout:
 
     def describe(self) -> dict[str, Any]:
         """The wire layout in JSON values; keys are ``repr`` texts: ``'a.b'`` or ``('a', 'b')``."""
-        leaves = {repr(short_key(x.key)): [_word(x.dtype), list(x.shape)] for x in self.leaves}
+        leaves = {repr(short_key(x.key)): [word(x.dtype), list(x.shape)] for x in self.leaves}
         return {
             "batch_size": list(self.batch_size),
             "leaves": leaves,
@@ -186,7 +187,7 @@ class PayloadLayout:
             if value != other.get(what)
         ]
         differing = [key for key in sorted({*here, *there}) if here.get(key) != there.get(key)]
-        found += [_leaf_difference(key, here, there) for key in differing]
+        found += [leaf_difference(key, here, there) for key in differing]
         more = len(found) - _DIFFERENCES_SHOWN
         return "; ".join(found[:_DIFFERENCES_SHOWN] + [f"and {more} more"] * (more > 0))
 
@@ -231,7 +232,7 @@ class PayloadLayout:
         label, size, starts = f"{self.name} rows", self.row_bytes, row.stride()[:-1]
         if row.dtype != torch.uint8 or row.dim() not in (1, 2) or row.shape[-1] != size:
             expected = f"uint8[{size}] or uint8[n, {size}]"
-            raise ValueError(f"{label}: expected {expected}, found {_text(row)}")
+            raise ValueError(f"{label}: expected {expected}, found {text(row)}")
         if row.stride(-1) != 1 or any(x % ALIGNMENT for x in (row.storage_offset(), *starts)):
             found = f"offset {row.storage_offset()} and strides {row.stride()}"
             raise ValueError(
@@ -395,8 +396,8 @@ class PayloadLayout:
                 f"{self.name} {key!r}: expected a dense tensor, found {found}"
             ) from exc
         if not fits:
-            label = f"{self.name} {key!r}: expected {_word(dtype)}{list(shape)}, found"
-            raise _misfit(label, payload, leaf, shape, dtype, device)
+            label = f"{self.name} {key!r}: expected {word(dtype)}{list(shape)}, found"
+            raise misfit(label, payload, leaf, shape, dtype, device)
         tensor: Tensor = leaf.detach() if leaf.requires_grad else leaf
         return tensor
 
@@ -412,32 +413,9 @@ class PayloadLayout:
         return type(self), (self.name, self.batch_size, self.leaves)
 
     def __repr__(self) -> str:
-        words = [f"{short_key(x.key)!r}: {_word(x.dtype)}{list(x.shape)}" for x in self.leaves]
+        words = [f"{short_key(x.key)!r}: {word(x.dtype)}{list(x.shape)}" for x in self.leaves]
         size = f"batch_size={list(self.batch_size)}, row_bytes={self.row_bytes}"
         return f"PayloadLayout({self.name}: {{{', '.join(words)}}}, {size})"
-
-
-def _misfit(
-    label: str,
-    payload: TensorDictBase,
-    leaf: object,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device | None,
-) -> Exception:
-    if leaf is None:
-        missing = f"{label} nothing; present: {_present(payload)}"
-        return KeyError(missing) if device is None else ValueError(missing)
-    if not isinstance(leaf, Tensor):
-        return TypeError(f"{label} {type(leaf).__qualname__}; only tensors travel")
-    if leaf.layout is not torch.strided:
-        return TypeError(f"{label} a tensor of {leaf.layout}; make it dense first")
-    if leaf.dtype != dtype:
-        return TypeError(f"{label} {_text(leaf)}; nothing is cast, call .to({dtype}) first")
-    if leaf.shape != shape:
-        return ValueError(f"{label} {_text(leaf)}")
-    remedy = ".cpu()" if device == torch.device("cpu") else f".to({str(device)!r})"
-    return TypeError(f"{label} it on {leaf.device}, not on {device}; call {remedy} first")
 
 
 def _normal_clones(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -472,30 +450,11 @@ def _place(tensors: Iterable[tuple[_Key, Tensor]], batch_dims: int, name: str) -
             found = "a nested tensor" if tensor.is_nested else f"one of {tensor.layout}"
             raise TypeError(f"{label}: expected a dense tensor, found {found}")
         if dtype not in _DTYPES:
-            raise TypeError(f"{label}: expected a dtype of whole bytes, found {_word(dtype)}")
+            raise TypeError(f"{label}: expected a dtype of whole bytes, found {word(dtype)}")
         nbytes = tensor.numel() * dtype.itemsize
         yield Leaf(key, tensor.shape[batch_dims:], dtype, offset, nbytes)
         offset += _aligned(nbytes)
 
 
-def _leaf_difference(key: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    if key not in there or key not in here:
-        return f"key {key} only {'there' if key in there else 'here'}"
-    mine, other = ("".join(map(str, side[key])) for side in (here, there))
-    return f"key {key}: {mine} here, {other} there"
-
-
-def _present(payload: TensorDictBase) -> str:
-    return ", ".join(sorted(map(repr, payload.keys(True, True)))) or "no keys"
-
-
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _text(tensor: Tensor) -> str:
-    return f"{_word(tensor.dtype)}{list(tensor.shape)}"
