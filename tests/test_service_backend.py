@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from meshinfer import (
     ThreadInferenceServer,
     TransportConfig,
 )
+from meshinfer.server.actor_life import ActorLife
 from meshinfer.server.remote import RemoteInferenceServer
 from meshinfer.server.signature import ServerArguments, ThreadArguments
 from meshinfer.weights import WeightLayout
@@ -315,6 +317,19 @@ def test_a_given_process_outlives_its_servers() -> None:
                 server.start()
     finally:
         procs.stop().get(timeout=20)
+
+
+def test_who_has_started_a_server_knows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though another thread is told."""
+    met = ActorLife._met
+
+    def late(life: ActorLife, where: Any) -> None:
+        time.sleep(0.5)
+        met(life, where)
+
+    monkeypatch.setattr(ActorLife, "_met", late)
+    with PLACES["monarch"].server(Policy) as server:
+        assert server.pid is not None
 
 
 def test_a_server_needs_one_process() -> None:

@@ -22,6 +22,8 @@ __all__ = ["ActorLife"]
 
 logger = logging.getLogger("meshinfer.server")
 
+_MEET_SECONDS = 5.0
+"""For word of where an actor is that has started."""
 _EXIT_SECONDS = 3.0
 """For an actor whose server has shut down to say so."""
 _GONE_SECONDS = 10.0
@@ -55,6 +57,7 @@ class ActorLife(ABC):
         self._ready = False
         self._stopping = False
         self._owner = os.getpid()
+        self._whereabouts = threading.Event()
 
     # How the runtime does it.
 
@@ -115,6 +118,9 @@ class ActorLife(ABC):
         except PeerLostError as error:
             raise PeerLostError(f"{error}, before it was ready; see its output") from error
         self.address = self._taken(answer)
+        self._whereabouts.wait(
+            _MEET_SECONDS
+        )  # told to another thread, which may not have had its turn
         self._ready = True
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> Any:
@@ -157,6 +163,7 @@ class ActorLife(ABC):
                 return
             self._cause = "has been shut down" if self._stopping and self._ready else cause
             self._ended.set()
+        self._whereabouts.set()  # or it will never be known
         expected = self._stopping or not self._ready  # start() tells
         logger.log(logging.DEBUG if expected else logging.WARNING, "%s", self)
 
@@ -183,6 +190,7 @@ class ActorLife(ABC):
         if self.owns_process and where.machine == this_machine():
             with contextlib.suppress(ProcessLookupError):
                 self._process = end_of_process(where.pid)
+        self._whereabouts.set()
 
     def _kill_process(self) -> None:
         """Where it ends with the actor, and can be seen from here."""
