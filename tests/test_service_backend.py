@@ -328,7 +328,7 @@ def test_who_has_started_a_server_knows_where_it_is(monkeypatch: pytest.MonkeyPa
         met(life, where)
 
     monkeypatch.setattr(ActorLife, "_met", late)
-    with PLACES["monarch"].server(Policy) as server:
+    with PLACES["monarch"].server(Policy, "distributed") as server:
         assert server.pid is not None
 
 
