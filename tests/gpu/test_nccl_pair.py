@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from failure_roles import SECRET, Worker, crew, told
+from support import wait_until
 from tensordict import TensorDict, TensorDictBase
 
 from meshinfer import (
@@ -41,6 +44,9 @@ needs_a_pair = pytest.mark.skipif(
 )
 SERVER_GPU, CLIENT_GPU = 0, min(1, GPUS - 1)
 
+CYCLES = 2_000_000
+"""About a millisecond of a GPU."""
+NUMBERS = TensorDict({"x": torch.zeros(1024, dtype=torch.int64)})
 DTYPES = (
     *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
@@ -74,11 +80,20 @@ def echo(batch: TensorDictBase) -> TensorDictBase:
     return batch.apply(torch.clone)
 
 
-def transport(device: int, share: bool, **options: Any) -> DistributedTransport:
+def slowly(batch: TensorDictBase) -> TensorDictBase:
+    """The numbers that it gets, long after it has returned."""
+    torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
+    return batch.apply(torch.clone)
+
+
+def transport(
+    device: int, share: bool, spec: TensorDict | None = None, **options: Any
+) -> DistributedTransport:
     os.environ[SHARING] = "1" if share else "0"  # before NCCL is asked for anything
+    spec = payload() if spec is None else spec
     return DistributedTransport(
-        payload(),
-        payload(),
+        spec,
+        spec,
         backend="nccl",
         device=device,
         secret=SECRET,
@@ -90,10 +105,13 @@ def transport(device: int, share: bool, **options: Any) -> DistributedTransport:
 # Roles. The first argument is the worker's station.
 
 
-def serve(station: SimpleNamespace, share: bool) -> int:
+def serve(station: SimpleNamespace, share: bool, numbers: bool = False) -> int:
     """Become a server; the port."""
     device = f"cuda:{SERVER_GPU}"
-    station.server = InferenceServer(echo, transport(SERVER_GPU, share), policy_device=device)
+    policy, spec = (slowly, NUMBERS) if numbers else (echo, None)
+    station.server = InferenceServer(
+        policy, transport(SERVER_GPU, share, spec), policy_device=device
+    )
     station.server.start()
     address = station.server.transport.address
     assert address is not None
@@ -130,6 +148,34 @@ def query_until_told(station: SimpleNamespace) -> int:
         query(station, 2)
         count += 2
     return count
+
+
+def count(station: SimpleNamespace, port: int, device: int, share: bool, steps: int) -> None:
+    """Numbers that are written late, in a stream of the client's own."""
+    there = torch.device("cuda", device)
+    side = torch.cuda.Stream(there)  # type: ignore[no-untyped-call]
+    with transport(device, share, NUMBERS, role="client", port=port).client() as client:
+        for step in range(steps):
+            with torch.cuda.device(there), torch.cuda.stream(side):
+                torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
+                numbers = torch.full((1024,), step, dtype=torch.int64, device=there)
+                future = client.submit(TensorDict({"x": numbers}))
+            found = future.result(ROW_SECONDS)["x"]
+            assert found.cpu().unique().tolist() == [step]
+
+
+def freeze_at_the_next_row(station: SimpleNamespace) -> None:
+    """Its header has left by then."""
+
+    def freeze(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise RuntimeError("too late")
+
+    NcclChannel.send = freeze  # type: ignore[method-assign]
+
+
+def aborts_under_way(station: SimpleNamespace) -> int:
+    return sum(thread.name == "meshinfer-abort" for thread in threading.enumerate())
 
 
 def die_at_the_next_row(station: SimpleNamespace) -> None:
@@ -210,6 +256,37 @@ def test_a_server_killed_in_the_middle_of_a_reply(workers: list[Worker]) -> None
         client.begin(ends_with)
     for client in clients:
         assert client.outcome(SECONDS).get()
+
+
+@needs_a_pair
+def test_rows_wait_for_the_streams_that_write_them(workers: list[Worker]) -> None:
+    """At the client and at the server, whose policy is not done when it returns."""
+    server, *clients = workers
+    share = CLIENT_GPU == SERVER_GPU
+    port = server.call(serve, share, numbers=True, within=SECONDS)
+    for client in clients:
+        client.begin(count, port, CLIENT_GPU, share, 200)
+    for client in clients:
+        client.outcome(SECONDS).get()
+    server.call(stop)
+
+
+@needs_a_pair
+def test_a_client_frozen_between_header_and_row_does_not_hold_up_the_end(
+    workers: list[Worker],
+) -> None:
+    """The server shuts down, tells the other one, and frees what was stuck."""
+    server, victim, other = workers
+    start(server, victim, other)
+    victim.call(freeze_at_the_next_row)
+    victim.begin(query, 1)
+    frozen = psutil.Process(victim.pid)
+    assert wait_until(lambda: frozen.status() == psutil.STATUS_STOPPED, SECONDS)
+    other.begin(ends_with)
+    server.call(stop, within=SECONDS)
+    assert "shut down" in other.outcome(SECONDS).get()
+    assert wait_until(lambda: server.call(aborts_under_way) == 0, SECONDS)
+    victim.kill()
 
 
 def test_a_client_whose_gpu_is_not_there(workers: list[Worker]) -> None:
