@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 import torch
 
-__all__ = ["PASSED", "Mark", "Passed", "mark", "tolerate_captures", "work_on"]
+__all__ = ["PASSED", "Mark", "Passed", "StreamMark", "mark", "tolerate_captures", "work_on"]
 
 
 class Mark(Protocol):
@@ -45,8 +45,8 @@ _thread = threading.local()
 logger = logging.getLogger("meshinfer.streams")
 
 
-class _StreamMark:
-    """An event in a CUDA stream."""
+class StreamMark:
+    """What a CUDA stream has got so far."""
 
     __slots__ = ("_event",)
 
@@ -68,11 +68,11 @@ class _StreamMark:
         stream.wait_event(self._event)
 
 
-def mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> Mark:
-    """Marks what ``stream`` has got so far; by default the calling thread's current one of ``device``."""
+def mark(device: torch.device) -> Mark:
+    """Marks what the calling thread's current stream of ``device`` has got so far."""
     if device.type != "cuda":
         return PASSED
-    return _StreamMark(torch.cuda.current_stream(device) if stream is None else stream)
+    return StreamMark(torch.cuda.current_stream(device))
 
 
 def work_on(device: torch.device | None) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -254,7 +254,6 @@ def parts() -> ExitStack:
         (torch.cuda, "current_device", lambda: getattr(_thread, "device", machine.current)),
         (torch.cuda, "set_device", set_device),
         (torch.cuda, "get_device_properties", properties),
-        (torch.cuda, "device", nullcontext),
         (torch.cuda, "Stream", Stream),
         (torch.cuda, "Event", Event),
         (torch.cuda, "stream", on_stream),

@@ -98,12 +98,8 @@ class NcclRows:
 
     def new_row(self, nbytes: int) -> Tensor:
         """See :class:`~meshinfer.inference.distributed.plane.RowBackend`."""
-        with torch.inference_mode(False), torch.cuda.device(self._index):
-            row = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            zeroed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            zeroed.record(torch.cuda.current_stream(self._index))
-            zeroed.synchronize()  # or the first row that arrives here might be zeroed after all
-        return row
+        with torch.inference_mode(False):
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     def channel(self, store: Store, rank: int, *, sends: bool, timeout: float) -> NcclChannel:
         """See :class:`~meshinfer.inference.distributed.plane.RowBackend`.

@@ -20,7 +20,7 @@ from torch.distributed import Store
 
 from meshinfer.inference.distributed.pair import CLIENT, FOREVER, SERVER
 from meshinfer.inference.distributed.watch import abort_all
-from meshinfer.streams import Mark, mark, tolerate_captures
+from meshinfer.streams import Mark, StreamMark, mark, tolerate_captures
 
 __all__ = ["NcclChannel", "built", "cuda_memory", "first_line"]
 
@@ -133,8 +133,7 @@ class NcclChannel:
                 with torch.cuda.stream(self._stream):
                     work = getattr(self._group, call)([row], self._peer, 0)
                     work.block_current_stream()  # ours alone; wait() would keep the processor busy
-                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                done.record(self._stream)
+                done = StreamMark(self._stream)
             except RuntimeError as error:
                 self.check()  # being aborted is the reason for whatever NCCL says
                 reason = f"NCCL could not begin to move a row: {first_line(error)}"
@@ -172,7 +171,7 @@ class _RowMark:
 
     __slots__ = ("_channel", "_done", "_kept")
 
-    def __init__(self, channel: NcclChannel, done: torch.cuda.Event, kept: object) -> None:
+    def __init__(self, channel: NcclChannel, done: Mark, kept: object) -> None:
         self._channel = channel
         self._done = done
         self._kept = kept
@@ -181,7 +180,7 @@ class _RowMark:
         """See :class:`~meshinfer.streams.Mark`; :class:`RuntimeError` if it was not moved."""
         tolerate_captures()
         try:
-            self._done.synchronize()
+            self._done.wait()
         except RuntimeError as error:
             self._channel.check()
             reason = f"the GPU failed while a row was under way: {first_line(error)}"
@@ -191,11 +190,11 @@ class _RowMark:
     def passed(self) -> bool:
         """See :class:`~meshinfer.streams.Mark`."""
         tolerate_captures()
-        return bool(self._done.query())  # type: ignore[no-untyped-call]
+        return self._done.passed()
 
     def hold_up(self, stream: torch.cuda.Stream) -> None:
         """See :class:`~meshinfer.streams.Mark`."""
-        stream.wait_event(self._done)
+        self._done.hold_up(stream)
 
 
 class _Construction:

@@ -159,7 +159,9 @@ class RowBackend(Protocol):
         """Server: why no channel to a client that says ``theirs`` can work, and the remedy; ``None`` if it can."""
 
     def new_row(self, nbytes: int) -> Tensor:
-        """Zeroed memory for a row on :attr:`device`, uint8 ``[nbytes]``, no inference tensor."""
+        """Memory for a row on :attr:`device`, uint8 ``[nbytes]``, no inference tensor. It is zeroed when the device has
+        done what the calling thread's current stream has got: a :class:`Frame` over it is marked so.
+        """
 
     def channel(self, store: Store, rank: int, *, sends: bool, timeout: float) -> Channel:
         """Build one direction for the calling thread, and let one small row pass, so that nothing is left to the first
