@@ -12,7 +12,7 @@ from torch import Tensor
 from meshinfer.device_rows import DeviceReplies, DeviceRequests, LandedRequests, replace_broken
 from meshinfer.inference.draining import Draining
 from meshinfer.inference.remote_errors import encode_exception
-from meshinfer.inference.version import stamp_version
+from meshinfer.inference.version import declared_stamp, stamp_version
 from meshinfer.layout import PayloadLayout, RowViews
 from meshinfer.rows import Row, RowBlock, copy_row, read_rows
 
@@ -180,13 +180,13 @@ class RowwiseTransport(Draining):
         """
         if out is None and self.row_device is not None:
             out = self.response_batch(len(slots))
+        # A leaf of the response, besides the header that always carries it.
+        stamp = declared_stamp(self.policy_version_key, policy_version, self._declared)
         if isinstance(out, DeviceReplies):
-            return self._resolve_from_device(slots, results, out, policy_version)
-        key = self.policy_version_key
-        if policy_version is not None and key in self._declared:
-            assert key is not None
-            # A leaf of the response, besides the header that always carries it.
-            results = stamp_version(results.copy(), key, policy_version)
+            out.pack(results, len(slots), stamp)
+            return self._deliver_from_device(slots, out, policy_version)
+        if stamp is not None:
+            results = stamp_version(results.copy(), *stamp)
         if len(slots) == 1:
             return self._resolve_single(slots[0], results, policy_version)
         block = RowBlock(self.response_layout, len(slots)) if out is None else out
@@ -198,17 +198,9 @@ class RowwiseTransport(Draining):
             copy_row(row, frame.row)
             request.reply(frame, policy_version)
 
-    def _resolve_from_device(
-        self,
-        slots: Sequence[Any],
-        results: TensorDictBase,
-        out: DeviceReplies,
-        version: int | None,
+    def _deliver_from_device(
+        self, slots: Sequence[Any], out: DeviceReplies, version: int | None
     ) -> None:
-        key, stamp = self.policy_version_key, None
-        if version is not None and key is not None and key in self._declared:
-            stamp = key, version
-        out.pack(results, len(slots), stamp)
         if len(slots) == 1:
             slots[0].release()  # it may have been read in place
         frames = {

@@ -18,7 +18,7 @@ from meshinfer.inference.local import LocalClient, LocalTransport
 from meshinfer.inference.rowcall import NO_VERSION, RowCall
 from meshinfer.inference.rowwise import row_layouts, unpacked, version_of
 from meshinfer.inference.slot_rows import SlotRows, SlotStaging
-from meshinfer.inference.version import stamped
+from meshinfer.inference.version import declared_stamp, stamped
 from meshinfer.items import split_items
 from meshinfer.layout import PayloadLayout
 from meshinfer.rows import Row, RowBlock, copy_row, read_rows
@@ -199,7 +199,11 @@ class SlotTransport(LocalTransport):
         rowwise = [type(request) is _RowRequest for request in slots]
         replies: Sequence[Any] = ()
         if isinstance(out, DeviceReplies):
-            results = out.land(results, len(slots), self._stamp(policy_version))
+            results = out.land(
+                results,
+                len(slots),
+                declared_stamp(self.policy_version_key, policy_version, self._declared),
+            )
             rows = out.rows
         elif True in rowwise:
             rows = self._pack_rows(results, len(slots), out, policy_version)
@@ -229,18 +233,11 @@ class SlotTransport(LocalTransport):
     ) -> list[Row]:
         assert self.response_layout is not None  # a row call needs the layout of replies
         block = out or RowBlock(self.response_layout, count)
-        stamp = self._stamp(version)
+        stamp = declared_stamp(self.policy_version_key, version, self._declared)
         if stamp is not None:
             results = stamped(results, *stamp)
         block.pack(results, count)
         return block.rows
-
-    def _stamp(self, version: int | None) -> tuple[tuple[str, ...], int] | None:
-        """The declared key that the version goes into, and the version."""
-        key = self.policy_version_key
-        if version is None or key is None or key not in self._declared:
-            return None
-        return key, version
 
     def _split(
         self, results: TensorDictBase, count: int, version: int | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -9,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-__all__ = ["Key", "as_key", "stamp_version", "stamped"]
+__all__ = ["Key", "as_key", "declared_stamp", "stamp_version", "stamped"]
 
 Key: TypeAlias = str | tuple[str, ...]
 
@@ -17,6 +18,13 @@ Key: TypeAlias = str | tuple[str, ...]
 def as_key(key: Key | None) -> tuple[str, ...] | None:
     """A key as a tuple."""
     return (key,) if isinstance(key, str) else None if key is None else tuple(key)
+
+
+def declared_stamp(
+    key: tuple[str, ...] | None, version: int | None, declared: Container[tuple[str, ...]]
+) -> tuple[tuple[str, ...], int] | None:
+    """The key and the version to write into a reply that has a leaf for it; ``None`` for nothing to write."""
+    return None if version is None or key is None or key not in declared else (key, version)
 
 
 def stamp_version(payload: TensorDictBase, key: tuple[str, ...], version: int) -> TensorDictBase:
