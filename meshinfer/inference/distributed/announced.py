@@ -13,12 +13,12 @@ from queue import SimpleQueue
 from meshinfer.inference.distributed.frames import Frame
 from meshinfer.inference.distributed.join import Joining
 from meshinfer.inference.distributed.pair import CLIENT, Pair
-from meshinfer.inference.distributed.plane import Channel, RowBackend
+from meshinfer.inference.distributed.plane import Channel, DataPlane, FramedRows, RowBackend
 from meshinfer.inference.distributed.watch import abort_all, end_watch, keep_watch, note_ending
 from meshinfer.layout import PayloadLayout
 from meshinfer.streams import Mark
 
-__all__ = ["AnnouncedRows"]
+__all__ = ["AnnouncedRows", "plane_over"]
 
 logger = logging.getLogger("meshinfer.distributed")
 
@@ -50,8 +50,8 @@ class AnnouncedRows:
         self._channels: list[Channel] = []
         self._incoming: Channel | None = None
         self._receiving_since: float | None = None
-        self._building_since: float | None = None
-        self._building = ""
+        self._building: tuple[str, float] | None = None
+        """The name of its exchange, and since when."""
         self._unsent: deque[tuple[float, Mark, Frame]] = deque()
         self._asked: SimpleQueue[tuple[Frame, Mark] | None] = SimpleQueue()
         self._can_receive, self._can_send = _Stage(), _Stage()
@@ -91,13 +91,13 @@ class AnnouncedRows:
             raise RuntimeError(self._why())
         name = "requests" if sends == (joining.rank == CLIENT) else "replies"
         store = joining.exchange(name)
-        self._building, self._building_since = name, time.monotonic()
+        self._building = name, time.monotonic()
         try:
             channel = self._backend.channel(
                 store, joining.rank, sends=sends, timeout=joining.remaining()
             )
         finally:
-            self._building_since = None
+            self._building = None
             store.forget()
         with self._lock:
             self._channels.append(channel)
@@ -158,7 +158,7 @@ class AnnouncedRows:
 
     def look(self, now: float) -> None:
         """The watch: whether a row has been under way for too long."""
-        since, joining = self._oldest(), self._joining
+        since, joining, building = self._oldest(), self._joining, self._building
         if since is None or now - since < _LOOK_SECONDS:
             return
         try:
@@ -166,16 +166,16 @@ class AnnouncedRows:
         except RuntimeError as error:
             logger.debug("a row is late, and gloo says: %s", str(error))
             self.reason = self.reason or "the process at the other end has gone"
-            if joining is not None and self._building_since is not None:
-                joining.give_up(
-                    self._building
-                )  # first: who then clean up, finds what was not needed
+            if joining is not None and building is not None:
+                # First: whoever cleans up after the failure finds what was not needed.
+                joining.give_up(building[0])
             return self.fail(self.reason)
-        if now - since >= self._timeout and self._building_since is None:
+        if now - since >= self._timeout and building is None:
             self.fail(f"a row did not get through within {self._timeout:g} s after its header")
 
     def _oldest(self) -> float | None:
-        since = self._receiving_since or self._building_since
+        building = self._building
+        since = self._receiving_since if building is None else building[1]
         for began, mark, _ in list(self._unsent):
             if not mark.passed():
                 return began if since is None else min(began, since)
@@ -207,6 +207,15 @@ class AnnouncedRows:
 
     def _why(self) -> str:
         return self.reason or "the pair was cut"
+
+
+def plane_over(
+    backend: RowBackend | None, pair: Pair, joining: Joining, timeout: float
+) -> DataPlane:
+    """Of a new pair; arguments as for :class:`AnnouncedRows`, ``None`` for rows in their frames."""
+    if backend is None:
+        return FramedRows()
+    return AnnouncedRows(backend, pair, joining, timeout)
 
 
 class _Stage:

@@ -21,13 +21,13 @@ from meshinfer.errors import (
     ServerClosedError,
     TransportError,
 )
-from meshinfer.inference.distributed.announced import AnnouncedRows
+from meshinfer.inference.distributed.announced import plane_over
 from meshinfer.inference.distributed.connection import Connection
-from meshinfer.inference.distributed.frames import Frame, is_large, proof_in, proof_message
+from meshinfer.inference.distributed.frames import Frame, are_large, proof_in, proof_message
 from meshinfer.inference.distributed.join import Compared, Hello, Identity, Joining
 from meshinfer.inference.distributed.locate import Locator
 from meshinfer.inference.distributed.pair import CLIENT, SERVER, GlooDevice, Pair, plain
-from meshinfer.inference.distributed.plane import DataPlane, FramedRows, RowBackend
+from meshinfer.inference.distributed.plane import DataPlane, RowBackend
 from meshinfer.inference.distributed.watch import await_aborts
 from meshinfer.inference.future import ReplyFuture, reply_by
 from meshinfer.inference.interaction import current_interaction
@@ -244,7 +244,10 @@ class DistributedClient:
         )
         answer = joining.say_hello(hello)
         local = choose_address(self._interface, reach=(address.host, address.port))
-        pair = joining.build_pair(GlooDevice.at(local, CLIENT), self._large())
+        large = are_large(
+            (self._request_layout, self._response_layout), announced=self._rows is not None
+        )
+        pair = joining.build_pair(GlooDevice.at(local, CLIENT), large)
         self._prove(pair, joining, answer["nonce"])
         key = answer["policy_version_key"]
         return self._begin(pair, joining, address, None if key is None else tuple(key))
@@ -253,9 +256,7 @@ class DistributedClient:
         self, pair: Pair, joining: Joining, address: ServerAddress, key: tuple[str, ...] | None
     ) -> Connection:
         """The connection, once rows can travel."""
-        plane: DataPlane = FramedRows()
-        if self._rows is not None:
-            plane = AnnouncedRows(self._rows, pair, joining, self._timeout)
+        plane = plane_over(self._rows, pair, joining, self._timeout)
         try:
             plane.begin_sending()
             connection = self._connection_over(pair, address, key, plane)
@@ -268,11 +269,6 @@ class DistributedClient:
                 raise PeerLostError(f"no way for rows to the {self._peer}: {reason}") from error
             raise
         return connection
-
-    def _large(self) -> tuple[bool, bool]:
-        if self._rows is not None:
-            return False, False  # frames are headers then
-        return is_large(self._request_layout), is_large(self._response_layout)
 
     @property
     def _compared(self) -> Compared:

@@ -8,6 +8,7 @@ row of their own in every frame, follow an announcement, into memory that is cho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -28,7 +29,7 @@ __all__ = [
     "Frame",
     "Kind",
     "announcement",
-    "is_large",
+    "are_large",
     "proof_in",
     "proof_message",
 ]
@@ -101,9 +102,14 @@ def announcement(
     return [header]
 
 
-def is_large(layout: PayloadLayout) -> bool:
-    """Whether frames of this layout may take more than one read; both sides say the same."""
-    return layout.row_bytes > _LARGE_BYTES
+def are_large(layouts: Sequence[PayloadLayout], *, announced: bool) -> tuple[bool, ...]:
+    """Whether frames of each layout may take more than one read; both sides say the same.
+
+    Args:
+        layouts: of requests and replies.
+        announced: whether frames are headers alone, and rows follow them.
+    """
+    return tuple(not announced and layout.row_bytes > _LARGE_BYTES for layout in layouts)
 
 
 def proof_message(proof: bytes = bytes(32)) -> list[Tensor]:

@@ -286,7 +286,7 @@ class Joining:
         sealed = seal(self._secret, f"answer/{self._nonce}", content)
         self.store.queue_push(answer_queue(self._nonce), sealed)
 
-    def build_pair(self, device: GlooDevice, large: tuple[bool, bool]) -> Pair:
+    def build_pair(self, device: GlooDevice, large: tuple[bool, ...]) -> Pair:
         """Both: the pair, once the other side has come too; ``large`` as :class:`Pair` has it.
 
         Raises:

@@ -97,7 +97,7 @@ class Pair:
         rank: int,
         device: GlooDevice,
         timeout: float,
-        large: tuple[bool, bool] = (False, False),
+        large: tuple[bool, ...] = (False, False),
     ) -> None:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout)

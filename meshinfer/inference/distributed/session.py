@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshinfer.inference.distributed.announced import AnnouncedRows
+from meshinfer.inference.distributed.announced import plane_over
 from meshinfer.inference.distributed.frames import (
     NO_VERSION,
     TAG_ERROR,
@@ -22,7 +22,7 @@ from meshinfer.inference.distributed.frames import (
     Frame,
     Kind,
     announcement,
-    is_large,
+    are_large,
     proof_in,
     proof_message,
 )
@@ -274,33 +274,24 @@ class Session:
         device = self._host.device
         if device is None:
             raise ConnectionError("the server is shutting down")
-        pair = joining.build_pair(device, self._large())
+        rows = None if self.hello.rows is None else self._host.rows
+        layouts = self._host.request_layout, self._host.response_layout
+        pair = joining.build_pair(device, are_large(layouts, announced=rows is not None))
         shown = proof_message()
         mine = proof_message(joining.proof(SERVER, server_nonce))
         expected = joining.proof(CLIENT, server_nonce)
         pair.receive(shown).wait(joining.left())
         if proof_in(shown) != expected:
             raise ConnectionError("the proof on the new pair is wrong")
-        self._plane = plane = self._plane_over(pair, joining)
+        self._plane = plane = plane_over(rows, pair, joining, self._host.row_timeout)
         for _ in range(2):
-            self.take_back(_Receiver(plane.frame(self._host.request_layout)))
+            self.take_back(_Receiver(plane.frame(layouts[0])))
         self._post_freed(pair)
         self._pair = pair
         self._send(mine)
         plane.begin_receiving()
         plane.begin_sending()
         self._host.admit(self, joining)
-
-    def _large(self) -> tuple[bool, bool]:
-        if self.hello.rows is not None:
-            return False, False  # frames are headers then
-        return is_large(self._host.request_layout), is_large(self._host.response_layout)
-
-    def _plane_over(self, pair: Pair, joining: Joining) -> DataPlane:
-        rows = self._host.rows
-        if rows is None or self.hello.rows is None:
-            return FramedRows()
-        return AnnouncedRows(rows, pair, joining, self._host.row_timeout)
 
     def _receive(self) -> str | None:
         """Until the client leaves; why that counts as a loss, if it does."""
