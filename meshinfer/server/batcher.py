@@ -179,18 +179,21 @@ class Batcher:
         except BaseException as exc:
             return self._serve_apart(requests, exc)
         ready = time.perf_counter()
+        counted = False
         try:
             results = self._policy(batch, requests[0].interaction)
             forward = time.perf_counter() - ready
+            self._stats.batch([request.arrived for request in requests], began, forward)
+            counted = True
             self._source.scatter(requests, results, self._policy.version if self._stamp else None)
         except (
             BaseException
         ) as exc:  # a policy may raise anything, SystemExit included; the server goes on
+            if counted:
+                self._stats.unanswered(len(requests))
             self._fail(requests, exc)
             return
-        self._stats.batch(
-            [request.arrived for request in requests], began, forward, time.perf_counter()
-        )
+        self._stats.busy(began, time.perf_counter())
 
     def _serve_apart(self, requests: list[Any], exc: BaseException) -> None:
         """They could not be put together, which only one of them may be to blame for."""

@@ -61,15 +61,31 @@ class StatsRecorder:
         self._queue: deque[float] = deque(maxlen=self._window)
         self._forward: deque[float] = deque(maxlen=self._window)
 
-    def batch(self, arrivals: Sequence[float], began: float, forward: float, ended: float) -> None:
-        """A batch was answered; times in seconds of ``time.perf_counter()``, ``forward`` a duration."""
+    def batch(self, arrivals: Sequence[float], began: float, forward: float) -> None:
+        """A batch is about to be answered: who has a reply finds it counted.
+
+        Times in seconds of ``time.perf_counter()``, ``forward`` a duration.
+        """
         with self._lock:
             self._requests += len(arrivals)
             self._batches += 1
             self._sizes[len(arrivals)] += 1
-            self._busy += ended - began
             self._queue.extend([began - arrived for arrived in arrivals])
             self._forward.append(forward)
+
+    def unanswered(self, requests: int) -> None:
+        """That batch of so many could not be answered; :meth:`error` counts it then."""
+        with self._lock:
+            if self._sizes[requests]:  # else a snapshot has begun anew since
+                self._requests -= requests
+                self._batches -= 1
+                self._sizes[requests] -= 1
+
+    def busy(self, began: float, ended: float) -> None:
+        """A batch was made, computed and answered between these times."""
+        with self._lock:
+            if began >= self._since:  # else it belongs to what was counted before the last reset
+                self._busy += ended - began
 
     def error(self, requests: int) -> None:
         """So many requests were answered with an exception."""
@@ -92,7 +108,7 @@ class StatsRecorder:
                 seconds=seconds,
                 requests_per_s=self._requests / seconds,
                 mean_batch_size=answered / self._batches if self._batches else 0.0,
-                batch_sizes=dict(sorted(self._sizes.items())),
+                batch_sizes=dict(sorted((+self._sizes).items())),
                 queue_ms_p50=queue[0],
                 queue_ms_p95=queue[1],
                 queue_ms_p99=queue[2],

@@ -248,6 +248,7 @@ class Session:
                 pair.abort()  # the client may be building still
             self._host.join_failed(self, reason)
             return
+        self._joining = None  # and with it a way into the store that no other join has taken over
         lost: str | None = None
         try:
             lost = self._receive()

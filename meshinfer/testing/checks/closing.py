@@ -30,8 +30,9 @@ from meshinfer.testing.serving import (
 
 __all__ = ["CHECKS"]
 
-AT_ONCE = 1.0
-SOON = 5.0
+AT_ONCE = 20.0
+"""Seconds that what never waits may take on a busy machine."""
+SOON = 30.0
 
 
 @conformance_check()
@@ -210,13 +211,22 @@ def what_is_dropped_ends_by_itself(harness: TransportHarness) -> None:
     before = set(threading.enumerate())
     for serve in (True, False):
         dropped = _use_and_drop(harness, serve)
-        gc.collect()
-        kept = [reference() for reference in dropped if reference() is not None]
-        assert not kept, f"still there: {kept}"
+        deadline = time.monotonic() + harness.patience
+        while kept := _still_there(
+            dropped
+        ):  # a thread that is about to end may hold one for a moment
+            assert time.monotonic() < deadline, f"still there: {kept}"
+            time.sleep(0.01)
     deadline = time.monotonic() + harness.patience
     for thread in set(threading.enumerate()) - before:
         thread.join(max(deadline - time.monotonic(), 0.0))
         assert not thread.is_alive(), f"{thread.name} was left behind"
+
+
+def _still_there(dropped: list[weakref.ref[Any]]) -> list[str]:
+    """In words: a reference would keep it there."""
+    gc.collect()
+    return [repr(reference()) for reference in dropped if reference() is not None]
 
 
 def _use_and_drop(harness: TransportHarness, serve: bool) -> list[weakref.ref[Any]]:

@@ -28,8 +28,10 @@ from meshinfer.testing.serving import (
 
 __all__ = ["CHECKS"]
 
-AT_ONCE = 1.0
-"""Seconds that what never waits may take on a busy machine."""
+AT_ONCE = 20.0
+"""Seconds that what never waits may take on a busy machine; what does wait, waits for the gate."""
+LONG = 60.0
+"""Seconds for a request that is answered soon."""
 
 
 def _run_at_gate(
@@ -71,16 +73,19 @@ def a_burst_of_timeouts_does_no_damage(harness: TransportHarness) -> None:
 def _give_up_many(clients: list[InferenceClient]) -> None:
     holder, other = clients
     held = holder.submit(request(HELD))
-    for value in range(100):
-        with raises(TimeoutError):
-            other(request(value), 0.003)
+    given_up = 0
+    while given_up < 100:  # some may be answered while the held one is on its way
+        try:
+            check_reply(other(request(given_up), 0.003), given_up)
+        except TimeoutError:
+            given_up += 1
     at_once = 100 if other is holder else 1
     for _ in range(0, 100, at_once):
         for future in [other.submit(request(value)) for value in range(at_once)]:
             assert future.cancel()
     report()
     check_reply(held.result(), HELD)
-    count(other, 1000, 200, 10.0)
+    count(other, 1000, 200, LONG)
 
 
 @conformance_check()
@@ -115,9 +120,9 @@ def _look_only(client: InferenceClient) -> None:
     with within(AT_ONCE, "done()"):
         assert not future.done(), "done() before there was a reply"
     report()
-    pause, deadline = threading.Event(), time.monotonic() + 5.0
+    pause, deadline = threading.Event(), time.monotonic() + LONG
     while not future.done():
-        assert time.monotonic() < deadline, "done() stayed false for 5 s"
+        assert time.monotonic() < deadline, "done() stayed false"
         pause.wait(0.001)
     with within(AT_ONCE, "result() after done()"):
         check_reply(future.result(0.0), HELD)
@@ -157,7 +162,7 @@ def threads_may_share_a_client(harness: TransportHarness) -> None:
 def _share(client: InferenceClient) -> None:
     with ThreadPoolExecutor(4) as pool:
         runs = [pool.submit(count, client, 1000 * index, 100, None) for index in range(3)]
-        runs.append(pool.submit(count, client, 9000, 100, 10.0))
+        runs.append(pool.submit(count, client, 9000, 100, LONG))
         assert [run.result() for run in runs] == [100] * 4
 
 
@@ -168,7 +173,10 @@ def nobody_waits_behind_another_waiter(harness: TransportHarness) -> None:
 
 
 def _wait_beside(clients: list[InferenceClient]) -> None:
-    answered, held = clients[0].submit(request(1)), clients[1].submit(request(HELD))
+    answered = clients[0].submit(request(1))
+    while not answered.done():
+        time.sleep(0.001)
+    held = clients[1].submit(request(HELD))
     waiter = ClientRun()
     started = threading.Event()
 
@@ -179,7 +187,7 @@ def _wait_beside(clients: list[InferenceClient]) -> None:
 
     threading.Thread(target=wait, name="conformance-waiter", daemon=True).start()
     started.wait()
-    with within(5.0, "result() of an answered request"):
+    with within(AT_ONCE, "result() of an answered request"):
         check_reply(answered.result(), 1)
     with within(AT_ONCE, "result(timeout) beside a waiter"), raises(TimeoutError):
         held.result(0.05)
@@ -187,7 +195,7 @@ def _wait_beside(clients: list[InferenceClient]) -> None:
         assert not held.done()
         assert answered.done()
     report()
-    waiter.result(10.0)
+    waiter.result(LONG)
 
 
 @conformance_check()

@@ -27,7 +27,7 @@ from meshinfer.testing.serving import (
 
 __all__ = ["CHECKS"]
 
-SECONDS = 5.0
+SECONDS = 30.0
 
 
 @conformance_check("crosses_processes")
