@@ -28,6 +28,7 @@ class InferenceServerConfig:
         inline: whether the thread that received a request may serve it, when nobody is serving: saves a hand-over
             between threads. ``None`` decides at start: only with ``min_batch_size=1``, a CPU policy and
             ``torch.get_num_threads() == 1`` (each thread that computes with several would start its own pool).
+            Only ``distributed`` over gloo has such threads; to other transports it makes no difference.
         static_batch_size: requests that the policy sees in every forward pass: the last one is repeated up to it, and
             what was computed for the copies is dropped. For compiled and captured policies, and for replies that do
             not depend on how many others were served in the same pass. ``None`` for as many as have come.
