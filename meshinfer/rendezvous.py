@@ -51,7 +51,8 @@ SECRET_VARIABLE = "MESHINFER_SECRET"
 PORT_VARIABLE = "MASTER_PORT"
 _CLOSED = "closed"
 _GRACE_SECONDS = 0.5
-_ATTEMPT_SECONDS = 5.0
+_ATTEMPT_SECONDS = 6.0  # a question that a name server has lost is asked again after 5
+_HERE_SECONDS = 1.0
 
 T = TypeVar("T")
 
@@ -116,12 +117,18 @@ class PrivateStore:
 
     def push(self, queue: str, data: bytes) -> None:
         """Append to a queue over the connection that this object has: nothing to connect, so nothing to wait for."""
-        if self._store is not None:
-            self._store.queue_push(queue, data)
+        store = self._store  # another thread may close
+        if store is not None:
+            store.queue_push(queue, data)
 
     def connect(self, timeout: float) -> TCPStore:
-        """A connection of its own: one ``TCPStore`` object serialises its calls, so no two threads share one."""
-        return _connect(self.host, self.port, timeout)
+        """A connection of its own: one ``TCPStore`` object serialises its calls, so no two threads share one.
+
+        Raises:
+            TimeoutError: as :func:`connect_store`; soon, once the store has closed.
+        """
+        what = "the store of this process"
+        return connect_store(self.host, self.port, timeout, awaited=what, patience=_HERE_SECONDS)
 
     def close(self) -> None:
         """Stop listening and drop every connection. Idempotent."""
@@ -182,25 +189,28 @@ def connect_store(
         )
     patience = timeout if patience is None else min(patience, timeout)
     listening_by = time.monotonic() + patience
+    attempt = _ATTEMPT_SECONDS
     while True:
         _knock(numeric, port, listening_by, f"{awaited} at {host}:{port}", patience)
         try:
-            return _connect(numeric, port, max(deadline - time.monotonic(), 0.01))
+            return _connect(numeric, port, max(deadline - time.monotonic(), 0.01), attempt)
         except (DistError, RuntimeError, TimeoutError) as error:
             if time.monotonic() < deadline:
-                continue  # what listened has gone since, or is too busy to answer
+                attempt *= 2
+                continue  # what listened has gone since, or is too busy to answer, or its name is slow to find
             raise TimeoutError(
-                f"{awaited} at {host}:{port} accepted a connection but did not answer within {timeout:g} s; "
-                "is that process stopped, or is something else listening there?"
+                f"{awaited} at {host}:{port} accepted a connection but did not answer within {_told(timeout)} s; "
+                "is that process stopped, or is something else listening there? "
+                "(A name server that is slow has the same effect: python -m meshinfer doctor tells)"
             ) from error
 
 
-def _connect(numeric: str, port: int, left: float) -> TCPStore:
+def _connect(numeric: str, port: int, left: float, attempt: float) -> TCPStore:
     """Where something was listening just now. torch cannot be called back while it connects, so it tries briefly."""
-    attempt = timedelta(seconds=min(left, _ATTEMPT_SECONDS))
+    seconds = timedelta(seconds=min(left, attempt))
 
     def connect() -> TCPStore:
-        return TCPStore(numeric, port, is_master=False, wait_for_workers=False, timeout=attempt)
+        return TCPStore(numeric, port, is_master=False, wait_for_workers=False, timeout=seconds)
 
     store = bounded(connect, left)
     store.set_timeout(timedelta(seconds=left))
@@ -223,11 +233,16 @@ def bounded(call: Callable[[], T], timeout: float) -> T:
 
     threading.Thread(target=work, args=(outcome,), name="meshinfer-store", daemon=True).start()
     if not futures.wait([outcome], timeout + _GRACE_SECONDS).done:
-        raise TimeoutError(f"no answer within {timeout:g} s")
+        raise TimeoutError(f"no answer within {_told(timeout)} s")
     try:
         return outcome.result()
     finally:
         del outcome  # likewise: what callers hold, sockets too, must not wait for the collector
+
+
+def _told(seconds: float) -> str:
+    """What is left of a timeout, as a message has it."""
+    return f"{round(seconds, 2):g}"
 
 
 def _knock(numeric: str, port: int, deadline: float, what: str, timeout: float) -> None:
@@ -241,7 +256,7 @@ def _knock(numeric: str, port: int, deadline: float, what: str, timeout: float) 
         except OSError as error:
             if time.monotonic() + pause >= deadline:
                 raise TimeoutError(
-                    f"waited {timeout:g} s for {what}: {error.strerror or error}"
+                    f"waited {_told(timeout)} s for {what}: {error.strerror or error}"
                 ) from error
         time.sleep(pause)  # nothing signals that a remote listener has appeared
         pause = min(2 * pause, 0.5)
@@ -305,7 +320,7 @@ class Directory:
                 left = deadline - time.monotonic()
                 if left < _GRACE_SECONDS:
                     raise TimeoutError(
-                        f"waited {timeout:g} s for server {name!r} to publish its address in the store at "
+                        f"waited {_told(timeout)} s for server {name!r} to publish its address in the store at "
                         f"{self.place}; has the server rank started?"
                     ) from error
 

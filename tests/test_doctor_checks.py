@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from mesh_jobs import unused_port
+from support import unused_port
 
 import meshinfer
 from meshinfer.doctor import launch, limits, network
@@ -123,6 +124,20 @@ def test_a_host_name_that_does_not_resolve_is_no_traceback() -> None:
     finding = network.host_name(context(nodes=2, hostname="no such host"))
     assert finding.status is Status.WARN
     assert "does not resolve" in finding.found
+
+
+def test_a_name_server_that_is_slow_for_torch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks for the name of the address in its IPv6 form; /etc/hosts answers only the other at once."""
+
+    def look_up(address: tuple[str, int], flags: int) -> tuple[str, str]:
+        time.sleep(0.2 if address[0] == "::ffff:127.0.0.1" else 0.0)
+        return "localhost", "0"
+
+    monkeypatch.setattr(network.socket, "getnameinfo", look_up)
+    monkeypatch.setattr(network, "_SLOW_SECONDS", 0.2)
+    finding = network.host_name(context(hostname="localhost"))
+    assert finding.status is Status.WARN
+    assert "every connection of torch" in finding.remedy
 
 
 def test_a_store_at_loopback_fails_in_a_job_of_several_nodes() -> None:

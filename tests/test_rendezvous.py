@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -15,15 +16,23 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from mesh_jobs import plain, run, running, unused_port
+from mesh_jobs import plain, run, running
 from mesh_ranks import REQUEST, RESPONSE, Plus, ask
-from support import wait_until
+from support import deaf_port, unused_port, wait_until
+from torch.distributed import DistNetworkError, TCPStore
 
 import meshinfer
-from meshinfer import DistributedTransport, InferenceServer, MeshError, ServerClosedError
+from meshinfer import (
+    DistributedTransport,
+    InferenceServer,
+    MeshError,
+    ServerClosedError,
+    rendezvous,
+)
 from meshinfer.rendezvous import (
     INTERFACE_VARIABLE,
     Directory,
@@ -36,6 +45,8 @@ from meshinfer.rendezvous import (
 
 TESTS = Path(__file__).resolve().parent
 SOMEWHERE = ServerAddress("127.0.0.1", 1, b"secret")
+SECONDS = 60.0
+"""For what must happen, but whose speed no test asserts; deadlines that are shorter have been kept within so many."""
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +121,9 @@ def test_a_wildcard_is_refused(monkeypatch: pytest.MonkeyPatch, wildcard: str) -
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
 def test_a_client_cannot_be_sent_to_the_wildcard(wildcard: str) -> None:
-    error, seconds = ask_in_vain(wildcard, 5)
+    error, seconds = ask_in_vain(wildcard, 5, timeout=SECONDS)
     assert isinstance(error, MeshError)
-    assert seconds < 1
+    assert seconds < SECONDS / 2, "it was tried"
     assert f"policy server cannot be reached at {wildcard}" in str(error)
     assert "give an address of its host" in str(error)
 
@@ -149,7 +160,7 @@ def test_a_store_listens_on_one_address(host: str) -> None:
     store = PrivateStore(host)
     assert listening() - before == {(host, store.port)}
     store.close()
-    assert wait_until(lambda: listening() == before, 5)
+    assert wait_until(lambda: listening() <= before, SECONDS)
 
 
 def test_store_and_pairs_of_a_server_listen_on_one_address() -> None:
@@ -215,16 +226,22 @@ def ask_in_vain(host: str, port: int, timeout: float = 2.0) -> tuple[Exception, 
 
 
 def test_nobody_listens() -> None:
-    error, seconds = ask_in_vain("127.0.0.1", port := unused_port())
-    assert seconds < 4
+    with deaf_port() as port:
+        error, seconds = ask_in_vain("127.0.0.1", port)
+    assert seconds < SECONDS
     assert f"127.0.0.1:{port}" in str(error)
     assert "policy server" in str(error)
     assert "refused" in str(error)
 
 
+def test_what_is_left_of_a_timeout_is_told_in_round_numbers() -> None:
+    with pytest.raises(TimeoutError, match=r"waited 0\.3 s for a store at"):
+        connect_store("127.0.0.1", unused_port(), 0.299995, awaited="a store")
+
+
 def test_a_host_that_does_not_resolve() -> None:
     error, seconds = ask_in_vain("no-such-host.invalid", 5)
-    assert seconds < 4
+    assert seconds < SECONDS
     assert "'no-such-host.invalid' does not resolve" in str(error)
 
 
@@ -233,7 +250,7 @@ def test_something_else_listens() -> None:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         error, seconds = ask_in_vain("127.0.0.1", port := silent.getsockname()[1])
-    assert seconds < 4
+    assert seconds < SECONDS
     assert f"127.0.0.1:{port}" in str(error)
     assert "something else listening" in str(error)
 
@@ -241,21 +258,23 @@ def test_something_else_listens() -> None:
 def test_a_stopped_server(tmp_path: Path) -> None:
     command = [sys.executable, str(TESTS / "mesh_stopped.py")]
     with running(tmp_path, command) as (job,):
-        assert wait_until((job.folder / "server.json").exists, 30)
+        assert wait_until((job.folder / "server.json").exists, SECONDS)
         port = int((job.folder / "server.json").read_text().split(":")[1].strip(" }"))
         os.kill(job.process.pid, signal.SIGSTOP)
         error, seconds = ask_in_vain("127.0.0.1", port)
-        assert seconds < 4
+        assert seconds < SECONDS
         assert f"127.0.0.1:{port}" in str(error)
         assert "policy server" in str(error)
 
 
 def test_the_jobs_store_cannot_be_reached() -> None:
-    gone = Directory("127.0.0.1", unused_port(), "test")
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match=rf"job's store at 127\.0\.0\.1:{gone.port}"):
-        gone.lookup("policy", timeout=1.0, secret=None)
-    assert time.monotonic() - began < 3
+    with (
+        deaf_port() as port,
+        pytest.raises(TimeoutError, match=rf"job's store at 127\.0\.0\.1:{port}"),
+    ):
+        Directory("127.0.0.1", port, "test").lookup("policy", timeout=1.0, secret=None)
+    assert time.monotonic() - began < SECONDS
 
 
 def test_names_resolve_to_numbers() -> None:
@@ -268,37 +287,41 @@ def test_names_resolve_to_numbers() -> None:
 
 def test_what_is_published_is_found() -> None:
     with directory() as known:
-        known.publish("a", SOMEWHERE, timeout=5, with_secret=True)
-        known.publish("b", SOMEWHERE, timeout=5, with_secret=False)
-        assert known.lookup("a", timeout=5, secret=None) == SOMEWHERE
-        mine = known.lookup("b", timeout=5, secret=b"mine")
+        known.publish("a", SOMEWHERE, timeout=SECONDS, with_secret=True)
+        known.publish("b", SOMEWHERE, timeout=SECONDS, with_secret=False)
+        assert known.lookup("a", timeout=SECONDS, secret=None) == SOMEWHERE
+        mine = known.lookup("b", timeout=SECONDS, secret=b"mine")
         assert mine == ServerAddress(SOMEWHERE.host, SOMEWHERE.port, b"mine")
         with pytest.raises(MeshError, match=r"secret of its own.*MESHINFER_SECRET"):
-            known.lookup("b", timeout=5, secret=None)
+            known.lookup("b", timeout=SECONDS, secret=None)
 
 
 def test_a_lookup_waits_for_the_publication() -> None:
     with directory() as known, ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(known.lookup, "late", timeout=20, secret=None)
-        with pytest.raises(TimeoutError, match=r"'late'.*store at 127\.0\.0\.1"):
-            known.lookup("late", timeout=0.2, secret=None)
-        known.publish("late", SOMEWHERE, timeout=5, with_secret=True)
-        assert looking.result(20) == SOMEWHERE
+        looking = pool.submit(known.lookup, "late", timeout=SECONDS, secret=None)
+        for timeout in (0.2, 2.0, 20.0):  # a busy machine may need the first for the connection
+            with pytest.raises(TimeoutError, match=r"store at 127\.0\.0\.1") as caught:
+                known.lookup("late", timeout=timeout, secret=None)
+            if "'late'" in str(caught.value):
+                break
+        assert "'late'" in str(caught.value)
+        known.publish("late", SOMEWHERE, timeout=SECONDS, with_secret=True)
+        assert looking.result(SECONDS) == SOMEWHERE
 
 
 def test_what_is_withdrawn_has_closed() -> None:
     with directory() as known:
-        known.publish("a", SOMEWHERE, timeout=5, with_secret=True)
-        known.withdraw("a", timeout=5)
+        known.publish("a", SOMEWHERE, timeout=SECONDS, with_secret=True)
+        known.withdraw("a", timeout=SECONDS)
         with pytest.raises(ServerClosedError, match="'a' has shut down"):
-            known.lookup("a", timeout=5, secret=None)
-        known.publish("a", SOMEWHERE, timeout=5, with_secret=True)
-        assert known.lookup("a", timeout=5, secret=None) == SOMEWHERE
+            known.lookup("a", timeout=SECONDS, secret=None)
+        known.publish("a", SOMEWHERE, timeout=SECONDS, with_secret=True)
+        assert known.lookup("a", timeout=SECONDS, secret=None) == SOMEWHERE
 
 
 def test_attempts_of_a_job_do_not_see_each_other() -> None:
     with directory() as known:
-        known.publish("a", SOMEWHERE, timeout=5, with_secret=True)
+        known.publish("a", SOMEWHERE, timeout=SECONDS, with_secret=True)
         other = Directory(known.host, known.port, "attempt1")
         with pytest.raises(TimeoutError):
             other.lookup("a", timeout=0.2, secret=None)
@@ -312,31 +335,31 @@ def serving(known: Directory, constant: float) -> InferenceServer:
 
 def test_a_client_gets_over_a_stale_publication() -> None:
     """The server before left its address, but is not there any more."""
-    with directory() as known, ThreadPoolExecutor(1) as pool:
-        stale = ServerAddress("127.0.0.1", unused_port(), b"old")
-        known.publish("policy", stale, timeout=5, with_secret=True)
+    with directory() as known, deaf_port() as port, ThreadPoolExecutor(1) as pool:
+        stale = ServerAddress("127.0.0.1", port, b"old")
+        known.publish("policy", stale, timeout=SECONDS, with_secret=True)
         client = DistributedTransport(
-            REQUEST, RESPONSE, role="client", directory=known, timeout=30
+            REQUEST, RESPONSE, role="client", directory=known, timeout=SECONDS
         ).client()
         with client:
             asking = pool.submit(ask, client, 1)
             with pytest.raises(TimeoutError):
                 asking.result(0.5)
             with serving(known, 3.0):
-                assert asking.result(30) == [3.0] * 5
+                assert asking.result(SECONDS) == [3.0] * 5
 
 
 def test_a_client_finds_a_server_that_came_back_elsewhere() -> None:
     with directory() as known:
         client = DistributedTransport(
-            REQUEST, RESPONSE, role="client", directory=known, timeout=10
+            REQUEST, RESPONSE, role="client", directory=known, timeout=SECONDS
         ).client()
         with client:
             for constant in (1.0, 2.0):
                 with serving(known, constant):
                     assert ask(client, 1) == [constant] * 5
                 with pytest.raises(ServerClosedError):
-                    client(REQUEST, timeout=10)
+                    client(REQUEST, timeout=SECONDS)
 
 
 def test_a_server_outlives_the_directory() -> None:
@@ -351,7 +374,7 @@ def test_a_server_outlives_the_directory() -> None:
 
 def test_a_closed_store_lets_go() -> None:
     store = PrivateStore("127.0.0.1")
-    connection = connect_store(store.host, store.port, 5, awaited="a store")
+    connection = connect_store(store.host, store.port, SECONDS, awaited="a store")
     connection.set("key", "value")
     assert store.is_open
     assert "key" in "".join(store.keys())
@@ -362,6 +385,40 @@ def test_a_closed_store_lets_go() -> None:
     assert store.keys() == []
     with pytest.raises(TimeoutError, match="a store at"):
         connect_store(store.host, store.port, 0.3, awaited="a store")
+
+
+def test_a_connection_that_torch_gives_up_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks a name server while it connects, and gives up when the answer comes late; here every second time."""
+    turns = itertools.count()
+
+    def connect(*arguments: Any, is_master: bool, **options: Any) -> TCPStore:
+        if not is_master and next(turns) % 2 == 0:
+            raise DistNetworkError("The client socket has timed out after 6000ms")
+        return TCPStore(*arguments, is_master=is_master, **options)
+
+    monkeypatch.setattr(rendezvous, "TCPStore", connect)
+    transport = DistributedTransport(REQUEST, RESPONSE, host="127.0.0.1")
+    with InferenceServer(Plus(7.0), transport) as server, ThreadPoolExecutor(4) as pool:
+        clients = server.clients(4)
+        assert list(pool.map(lambda client: ask(client, 1.0, 1), clients)) == [[7.0]] * 4
+        for client in clients:
+            client.close()
+
+
+def test_a_store_that_cannot_be_reached_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PrivateStore("127.0.0.1")
+
+    def connect(*arguments: Any, **options: Any) -> TCPStore:
+        raise DistNetworkError("The client socket has timed out after 6000ms")
+
+    monkeypatch.setattr(rendezvous, "TCPStore", connect)
+    with pytest.raises(
+        TimeoutError, match=rf"127\.0\.0\.1:{store.port}.*within 0\.2 s.*name server"
+    ):
+        store.connect(0.2)
+    store.close()
+    with pytest.raises(TimeoutError, match="refused"):  # long before the 30 s are over
+        store.connect(30.0)
 
 
 @pytest.mark.slow
@@ -378,15 +435,14 @@ def descriptors() -> int:
 
 def test_stores_come_and_go_in_many_threads() -> None:
     def client(address: ServerAddress, gate: threading.Barrier) -> list[float]:
-        gate.wait(20)
-        transport = DistributedTransport(
-            REQUEST, RESPONSE, role="client", port=address.port, secret=address.secret, timeout=20
-        )
+        gate.wait(SECONDS)
+        where: dict[str, Any] = {"port": address.port, "secret": address.secret}
+        transport = DistributedTransport(REQUEST, RESPONSE, role="client", timeout=SECONDS, **where)
         with transport.client() as asking:
             return ask(asking, 1, times=1)
 
     def server(gate: threading.Barrier) -> None:
-        gate.wait(20)
+        gate.wait(SECONDS)
         with InferenceServer(Plus(5.0), DistributedTransport(REQUEST, RESPONSE)):
             return
 
@@ -396,8 +452,8 @@ def test_stores_come_and_go_in_many_threads() -> None:
             address = serving.transport.address
             other = pool.submit(server, gate)
             asked = [pool.submit(client, address, gate) for _ in range(16)]
-            assert [each.result(20) for each in asked] == [[2.0]] * 16
-            other.result(20)
+            assert [each.result(SECONDS) for each in asked] == [[2.0]] * 16
+            other.result(SECONDS)
 
     with ThreadPoolExecutor(17) as pool:
         one_round(pool)
@@ -406,8 +462,8 @@ def test_stores_come_and_go_in_many_threads() -> None:
         for _ in range(5):
             one_round(pool)
         gc.collect()
-        assert wait_until(lambda: psutil.Process().num_threads() <= threads, 5)
-        assert wait_until(lambda: descriptors() <= before, 5)
+        assert wait_until(lambda: psutil.Process().num_threads() <= threads, SECONDS)
+        assert wait_until(lambda: descriptors() <= before, SECONDS)
 
 
 # --- Two hosts -----------------------------------------------------------------------------------

@@ -42,10 +42,10 @@ def host_name(context: Context) -> Finding:
             text, "give every host a line in /etc/hosts or DNS, or use addresses instead of names"
         )
     addresses = sorted({str(entry[4][0]) for entry in found})
-    with contextlib.suppress(
-        OSError
-    ):  # torch looks the name of each address up as well: how long does it take?
-        socket.getnameinfo((addresses[0], 0), 0)
+    # torch looks the name of each address up as well, as an IPv6 one, of which /etc/hosts knows nothing
+    asked = addresses[0] if ":" in addresses[0] else f"::ffff:{addresses[0]}"
+    with contextlib.suppress(OSError):
+        socket.getnameinfo((asked, 0), 0)
     seconds = time.monotonic() - began
     text = f"{name} is {', '.join(addresses)}"
     if context.spans_hosts and all(_is_loopback(address) for address in addresses):
