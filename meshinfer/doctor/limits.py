@@ -11,16 +11,13 @@ import torch
 from meshinfer.doctor.cgroups import parse_cpus
 from meshinfer.doctor.context import Context
 from meshinfer.doctor.findings import Finding, fail, ok, warn
+from meshinfer.inference.distributed.descriptors import FILES_PER_CLIENT, FILES_WHILE_JOINING
 from meshinfer.memory import SharedBlock
 from meshinfer.semaphore import SEMAPHORE_BYTES, Semaphore
 
 __all__ = ["memory", "open_files", "processes", "processors", "shared_memory"]
 
-# Measured with 1 to 48 clients that join at once: 20 beside what a process has after its imports, 3.3 for each client,
-# and another 2 while it joins.
-_FILES_PER_CLIENT = 4
-_FILES_WHILE_JOINING = 2
-_FILES_BESIDE = 40
+_FILES_BESIDE = 40  # measured: 20 beside what a process has after its imports
 _FILES_TO_SPARE = 64
 _THREADS_PER_CLIENT = 1
 _THREADS_WHILE_JOINING = 2
@@ -36,9 +33,9 @@ def open_files(context: Context) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     beside = used + _FILES_BESIDE
-    needed = beside + _FILES_PER_CLIENT * context.clients_here
+    needed = beside + FILES_PER_CLIENT * context.clients_here
     ample = beside + _FILES_TO_SPARE
-    ample += (_FILES_PER_CLIENT + _FILES_WHILE_JOINING) * context.num_clients
+    ample += (FILES_PER_CLIENT + FILES_WHILE_JOINING) * context.num_clients
     values = {"soft": soft, "hard": hard, "used": used, "needed": needed, "ample": ample}
     text = f"limit {_limit(soft)} (hard {_limit(hard)}), {used} in use"
     remedy = f"ulimit -n {ample}"
@@ -51,7 +48,7 @@ def open_files(context: Context) -> Finding:
         return warn(f"{text}; {_server(context)} needs up to {ample}", remedy, **values)
     if soft == resource.RLIM_INFINITY:
         return ok(text, **values)
-    room = (soft - beside) // _FILES_PER_CLIENT
+    room = (soft - beside) // FILES_PER_CLIENT
     return ok(f"{text}; room for {room} clients of one server", **values)
 
 

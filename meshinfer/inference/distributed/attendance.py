@@ -48,6 +48,7 @@ class Attendance:
             self.joining.discard(session)
             self._joins += 1
             self._note_seen(key)
+            self._changed.notify_all()
         return replaced
 
     def join_failed(self, session: Session) -> None:
@@ -93,7 +94,7 @@ class Attendance:
             self._changed.notify_all()
 
     def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Until it is true, or :meth:`close`; looked at whenever a client leaves. ``False`` on time-out."""
+        """Until it is true, or :meth:`close`; looked at when a client joins or leaves. ``False`` on time-out."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closing or condition(), timeout)
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore
 
 from meshinfer.inference.distributed.attendance import Attendance
+from meshinfer.inference.distributed.descriptors import lack_of_descriptors
 from meshinfer.inference.distributed.frames import Kind
 from meshinfer.inference.distributed.join import (
     JOIN_QUEUE,
@@ -37,6 +38,7 @@ logger = logging.getLogger("meshinfer.distributed")
 
 _STOP = b"stop"
 _FOREVER = timedelta(days=3650)
+_SETTLING_SECONDS = 1.0
 _JOIN_SECONDS = 30.0
 _ROW_SECONDS = 60.0
 _GOODBYE_SECONDS = 2.0
@@ -117,7 +119,7 @@ class Reception(Backlog[Request]):
         self._attendance.note_change()
 
     def wait_until(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        """Until it is true, or the reception closes; looked at whenever a client leaves. ``False`` on time-out."""
+        """Until it is true, or the reception closes; looked at when a client joins or leaves. ``False`` on time-out."""
         return self._attendance.wait_until(condition, timeout)
 
     def store_keys(self) -> list[str]:
@@ -224,8 +226,18 @@ class Reception(Backlog[Request]):
             self._attendance.note_absent(
                 hello.identity, ENDED_BY_EXCEPTION if hello.failed else None
             )
+        elif lack := self._lack():
+            self._refuse(str(hello), hello.nonce, f"the server's process has no room: {lack}")
         else:
             self._start_session(hello)
+
+    def _lack(self) -> str | None:
+        """Of descriptors, for one more client. Those who join now are waited for: they count twice until they have."""
+        joining = self._attendance.joining
+        if lack_of_descriptors(len(joining)) is None:
+            return None
+        self._attendance.wait_until(lambda: not joining, _SETTLING_SECONDS)
+        return lack_of_descriptors(len(joining))
 
     def _refuse(self, whom: str, nonce: str, objection: str) -> None:
         logger.warning("%s refused: %s", whom, objection)
