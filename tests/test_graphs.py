@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from meshinfer.server.graphs import allow_graphs_here
 
@@ -48,6 +49,14 @@ def test_each_thread_has_its_own(trees: Any) -> None:
         return trees.local.tree_manager_containers
 
     assert in_a_thread(act) is not in_a_thread(act)
+
+
+def test_torch_is_given_nothing_that_it_would_free_when_the_thread_ends(trees: Any) -> None:
+    def act() -> bool:
+        allow_graphs_here()
+        return torch._C._is_key_in_tls("tree_manager_containers")
+
+    assert not in_a_thread(act)
 
 
 def test_nothing_is_imported_for_a_policy_that_is_not_compiled(

@@ -7,12 +7,9 @@ import threading
 from collections import defaultdict
 from typing import Any
 
-import torch
-
 __all__ = ["allow_graphs_here"]
 
 _MODULE = "torch._inductor.cudagraph_trees"
-_NAMES = ("tree_manager_containers", "tree_manager_locks")
 
 
 def allow_graphs_here() -> None:
@@ -22,9 +19,9 @@ def allow_graphs_here() -> None:
     its module, and fails an assertion in others, such as one that serves what another thread has prepared.
     """
     trees: Any = sys.modules.get(_MODULE)
-    if trees is None or hasattr(trees.local, _NAMES[0]) or torch._C._is_key_in_tls(_NAMES[0]):
+    if trees is None or hasattr(trees.local, "tree_manager_containers"):
         return
-    places: tuple[Any, ...] = ({}, defaultdict(threading.Lock))
-    for name, place in zip(_NAMES, places, strict=True):
-        setattr(trees.local, name, place)
-        torch._C._stash_obj_in_tls(name, place)
+    # Not in torch's own store for threads as well, which only autograd's threads look at: torch 2.11 takes no reference
+    # to what it keeps there, and gives one back when the thread ends.
+    trees.local.tree_manager_containers = {}
+    trees.local.tree_manager_locks = defaultdict(threading.Lock)
