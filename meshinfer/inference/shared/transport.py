@@ -9,7 +9,10 @@ from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from meshinfer.arguments import as_context, as_count, as_seconds
+from meshinfer.device_rows import DeviceReplies, DeviceRequests
 from meshinfer.errors import ClosedError, TransportError
 from meshinfer.inference.rowwise import RowwiseTransport
 from meshinfer.inference.shared.board import Board, BoardHandle
@@ -17,6 +20,7 @@ from meshinfer.inference.shared.client import (
     SlotClient,
 )
 from meshinfer.inference.shared.desk import Desk, SlotRequest
+from meshinfer.rows import RowBlock
 
 __all__ = ["SharedTransport"]
 
@@ -145,6 +149,18 @@ class SharedTransport(RowwiseTransport, Generic[C]):
 
     def set_ready_callback(self, callback: Callable[[], None] | None) -> None:
         """Nothing: no thread receives here, the one that serves looks itself."""
+
+    def request_batch(
+        self, capacity: int, device: torch.device | None = None
+    ) -> RowBlock | DeviceRequests:
+        """Staging for ``capacity`` requests, or for as many as there are slots: no more can wait at once."""
+        return super().request_batch(min(capacity, self.num_slots), device)
+
+    def response_batch(
+        self, capacity: int, device: torch.device | None = None
+    ) -> RowBlock | DeviceReplies:
+        """Staging for ``capacity`` replies, likewise."""
+        return super().response_batch(min(capacity, self.num_slots), device)
 
     def drain_slots(self, max_items: int) -> list[SlotRequest]:
         """At most ``max_items`` waiting requests, oldest first, still in their slots."""
