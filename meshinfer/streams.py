@@ -9,7 +9,16 @@ from typing import Final, Protocol
 
 import torch
 
-__all__ = ["PASSED", "Mark", "Passed", "StreamMark", "mark", "tolerate_captures", "work_on"]
+__all__ = [
+    "PASSED",
+    "Mark",
+    "Passed",
+    "StreamMark",
+    "mark",
+    "refuse_captures",
+    "tolerate_captures",
+    "work_on",
+]
 
 
 class Mark(Protocol):
@@ -72,7 +81,7 @@ def mark(device: torch.device) -> Mark:
     """Marks what the calling thread's current stream of ``device`` has got so far."""
     if device.type != "cuda":
         return PASSED
-    return StreamMark(torch.cuda.current_stream(device))
+    return StreamMark(torch.cuda.current_stream(device.index))
 
 
 def work_on(device: torch.device | None) -> None:
@@ -83,6 +92,18 @@ def work_on(device: torch.device | None) -> None:
     if device is not None and device.type == "cuda":
         torch.cuda.set_device(device)
         tolerate_captures()
+
+
+def refuse_captures(device: torch.device) -> None:
+    """:class:`ValueError` while the calling thread captures a CUDA graph, where ``device`` is a GPU.
+
+    What is begun then does not happen before the graph is replayed, and who waits for its result waits for ever.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "this thread is capturing a CUDA graph, from inside of which no request can be made; make it outside of "
+            "torch.cuda.graph()"
+        )
 
 
 def tolerate_captures() -> None:

@@ -104,6 +104,11 @@ def current_stream(device: Any = None) -> Stream:
     return streams[-1]
 
 
+def set_stream(stream: Stream) -> None:
+    current_stream()
+    _thread.streams[-1] = stream
+
+
 @contextmanager
 def on_stream(stream: Stream) -> Iterator[None]:
     current_stream()
@@ -257,6 +262,7 @@ def parts() -> ExitStack:
         (torch.cuda, "Stream", Stream),
         (torch.cuda, "Event", Event),
         (torch.cuda, "stream", on_stream),
+        (torch.cuda, "set_stream", set_stream),
         (torch.cuda, "current_stream", current_stream),
         (nccl, "cuda_memory", lambda _: torch.device("cpu")),
         (nccl_channel, "cuda_memory", lambda _: torch.device("cpu")),

@@ -228,6 +228,15 @@ def test_goals_of_a_gpu_are_judged_and_others_are_not() -> None:
     assert {goal.verdict(dry=False) for goal in reached if goal is not found} == {"not measured"}
 
 
+@pytest.mark.parametrize(
+    ("copies", "verdict"), [({}, "not measured"), ({"Memcpy HtoD (Pinned -> Device)": 1}, "met")]
+)
+def test_a_trace_that_saw_nothing_meets_no_goal(copies: dict[str, int], verdict: str) -> None:
+    row = {"transport": "process_slot", "device_syncs": 0, "copies": copies}
+    found = goals({"trace": Outcome("trace", rows=[row])})[0]
+    assert found.verdict(dry=False) == verdict
+
+
 def test_a_table_has_columns_of_one_width() -> None:
     lines = table([{"transport": "slot", "us": 1234.5}, {"transport": "distributed", "us": 0.25}])
     assert lines == ["transport      us", "slot         1234", "distributed  0.25"]

@@ -52,6 +52,7 @@ def build(
 ) -> list[Future[Any]]:
     """Both ends of a channel, each in the thread of its side."""
     store = HashStore()
+    store.set_timeout(timedelta(seconds=SECONDS))  # of what is given up and still waits there
     given = {"timeout": SECONDS} | arguments
     return [
         side.submit(NcclRows(rank).channel, store, rank, sends=rank == sender, **given)
@@ -201,6 +202,23 @@ def test_a_call_that_nccl_refuses_says_so_in_one_line(
         sides[CLIENT].submit(ends[CLIENT].send, row(1), PASSED).result(SECONDS)
     assert str(caught.value).endswith("unhandled system error")
     assert "and more" in str(caught.value.__cause__)
+    for end in ends:
+        end.abort()
+
+
+def test_whoever_moves_a_row_has_its_own_stream_again(
+    sides: list[ThreadPoolExecutor], machine: nccl_stand_in.Machine
+) -> None:
+    """Also after a call that failed."""
+    ends = channels(sides)
+    before = [side.submit(torch.cuda.current_stream).result(SECONDS) for side in sides]
+    for fails_after in (None, 0):
+        machine.fails_after = fails_after
+        for side, move in zip(sides, (ends[SERVER].receive, ends[CLIENT].send), strict=True):
+            moved = side.submit(move, row(1), PASSED)
+            assert (moved.exception(SECONDS) is None) == (fails_after is None)
+        after = [side.submit(torch.cuda.current_stream).result(SECONDS) for side in sides]
+        assert after == before
     for end in ends:
         end.abort()
 

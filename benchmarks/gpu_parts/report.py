@@ -63,8 +63,9 @@ def _traces(outcomes: Mapping[str, Outcome]) -> Iterator[Reached]:
     }
     for transport in _PROVED:
         row = _row(outcomes, "trace", transport=transport)
+        seen = bool(row.get("copies"))  # else the profiler saw nothing, and all numbers are 0
         for column, (what, limit) in columns.items():
-            yield Reached(f"{transport}: {what}", row.get(column), limit)
+            yield Reached(f"{transport}: {what}", row.get(column) if seen else None, limit)
 
 
 def _overheads(outcomes: Mapping[str, Outcome]) -> Iterator[Reached]:

@@ -86,12 +86,13 @@ class AnnouncedRows:
             self._incoming = self._build(sends=False)
 
     def _build(self, *, sends: bool) -> Channel:
-        joining = self._joining
-        if joining is None:  # closed meanwhile
-            raise RuntimeError(self._why())
-        name = "requests" if sends == (joining.rank == CLIENT) else "replies"
+        with self._lock:
+            joining = self._joining
+            if joining is None:  # closed meanwhile
+                raise RuntimeError(self._why())
+            name = "requests" if sends == (joining.rank == CLIENT) else "replies"
+            self._building = name, time.monotonic()
         store = joining.exchange(name)
-        self._building = name, time.monotonic()
         try:
             channel = self._backend.channel(
                 store, joining.rank, sends=sends, timeout=joining.remaining()
@@ -158,18 +159,14 @@ class AnnouncedRows:
 
     def look(self, now: float) -> None:
         """The watch: whether a row has been under way for too long."""
-        since, joining, building = self._oldest(), self._joining, self._building
+        since, building = self._oldest(), self._building
         if since is None or now - since < _LOOK_SECONDS:
             return
         try:
             self._pair.probe()
         except RuntimeError as error:
             logger.debug("a row is late, and gloo says: %s", str(error))
-            self.reason = self.reason or "the process at the other end has gone"
-            if joining is not None and building is not None:
-                # First: whoever cleans up after the failure finds what was not needed.
-                joining.give_up(building[0])
-            return self.fail(self.reason)
+            return self.fail("the process at the other end has gone, or gave up")
         if now - since >= self._timeout and building is None:
             self.fail(f"a row did not get through within {self._timeout:g} s after its header")
 
@@ -194,7 +191,10 @@ class AnnouncedRows:
             if self._closed:
                 return
             self._closed = True
-            channels, self._joining = list(self._channels), None
+            channels, joining, self._joining = list(self._channels), self._joining, None
+            if joining is not None and self._building is not None:
+                # Under the lock: whoever cleans up after the failure closes too, and finds what was not needed.
+                joining.give_up(self._building[0])
         self._asked.put(None)
         abort_all(channels)
         note_ending(self._sender)

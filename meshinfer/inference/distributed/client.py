@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -23,6 +24,7 @@ from meshinfer.errors import (
 )
 from meshinfer.inference.distributed.announced import plane_over
 from meshinfer.inference.distributed.connection import Connection
+from meshinfer.inference.distributed.descriptors import lack_of_descriptors
 from meshinfer.inference.distributed.frames import Frame, are_large, proof_in, proof_message
 from meshinfer.inference.distributed.join import Compared, Hello, Identity, Joining
 from meshinfer.inference.distributed.locate import Locator
@@ -33,6 +35,7 @@ from meshinfer.inference.future import ReplyFuture, reply_by
 from meshinfer.inference.interaction import current_interaction
 from meshinfer.layout import PayloadLayout
 from meshinfer.rendezvous import ServerAddress, choose_address, connect_store
+from meshinfer.streams import refuse_captures
 
 __all__ = ["DistributedClient"]
 
@@ -102,6 +105,7 @@ class DistributedClient:
         Raises:
             ValueError, TypeError: the payload does not match the request spec; nothing was sent.
             TimeoutError: the request is given up.
+            OSError: this process has too few descriptors to connect.
             RefusedError, ServerClosedError, PeerLostError, ClosedError: see :mod:`meshinfer.errors`.
             Exception: what the policy raised.
         """
@@ -119,6 +123,8 @@ class DistributedClient:
         """
         if self._closed:
             self._check_open()
+        if self._rows is not None:
+            refuse_captures(self._rows.device)
         frame = self._spare.pop() if self._spare else self._new_frame()
         self._request_layout.pack(payload, frame.views)
         frame.touch()
@@ -236,6 +242,8 @@ class DistributedClient:
 
     def _join(self, timeout: float) -> Connection:
         deadline = time.monotonic() + timeout
+        if lack := lack_of_descriptors():
+            raise OSError(errno.EMFILE, f"this process has no room for a client: {lack}")
         address, store = self._reach(deadline)
         said = None if self._rows is None else {"backend": self._rows.name, **self._rows.describe()}
         hello = Hello.of(self._identity, self._request_layout, self._compared, rows=said)

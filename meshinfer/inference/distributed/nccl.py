@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -23,6 +24,9 @@ _SHARES_A_GPU: Final = (2, 30)
 """The first NCCL that lets two ranks have one GPU, when it is told to."""
 _SHARING: Final = "NCCL_MULTI_RANK_GPU_ENABLE"
 _MOST_CTAS: Final = 32
+_QUEUES: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+_FEWEST_QUEUES: Final = 8
+"""CUDA's own default. With fewer, both directions of a client may share a hardware queue, and wait for each other."""
 
 
 class NcclRows:
@@ -73,6 +77,7 @@ class NcclRows:
             "device": self._index,
             "gpu": str(properties.uuid),
             "gpu_name": properties.name,
+            "slot": _slot_of(properties),
             "nccl": list(groups.get_runtime_nccl_version()),  # the one that is loaded
             "torch": torch.__version__,
             "shares_gpu": os.environ.get(_SHARING, "").strip() not in ("", "0"),
@@ -94,7 +99,7 @@ class NcclRows:
                 f"ctas={theirs.get('ctas')} at the client and {ours['ctas']} at the server; "
                 "give NcclRows the same at both"
             )
-        return _objection_to_sharing(ours, theirs) if ours["gpu"] == theirs.get("gpu") else None
+        return _objection_to_sharing(ours, theirs) if _share_a_gpu(ours, theirs) else None
 
     def new_row(self, nbytes: int) -> Tensor:
         """See :class:`~meshinfer.inference.distributed.plane.RowBackend`."""
@@ -147,6 +152,7 @@ def _available(asked: int | None) -> int:
             "backend='nccl': this process sees no CUDA device; look at CUDA_VISIBLE_DEVICES, "
             "or use backend='gloo'"
         )
+    _check_environment()
     if asked is None:
         return torch.cuda.current_device()
     if asked >= count:
@@ -157,12 +163,47 @@ def _available(asked: int | None) -> int:
     return asked
 
 
+def _check_environment() -> None:
+    """:class:`ValueError` for what makes NCCL hang instead of failing."""
+    address, queues = os.environ.get("NCCL_COMM_ID"), os.environ.get(_QUEUES, "")
+    if address:
+        raise ValueError(
+            f"backend='nccl': with NCCL_COMM_ID={address!r} all communicators of this process meet at one address; "
+            "unset it"
+        )
+    if queues.isdecimal() and 0 < int(queues) < _FEWEST_QUEUES:
+        raise ValueError(
+            f"backend='nccl': {_QUEUES}={queues}: in so few queues, rows of both directions and your own collectives "
+            f"would wait for each other; unset it before CUDA is used, or set it to {_FEWEST_QUEUES} to 32"
+        )
+
+
 def _dotted(version: Sequence[object]) -> str:
     return ".".join(str(part) for part in version) or "of an unknown version"
 
 
+def _slot_of(properties: Any) -> str | None:
+    """Where the GPU is, as far as that can be told: of which running system, and at which place on its bus."""
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in parts or not any(parts):
+        return None
+    try:
+        system = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    return f"{system}/{':'.join(map(str, parts))}"
+
+
+def _share_a_gpu(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Slices of one GPU (MIG) have ids of their own, but NCCL looks at the place on the bus."""
+    if ours["gpu"] == theirs.get("gpu"):
+        return True
+    return ours["slot"] is not None and ours["slot"] == theirs.get("slot")
+
+
 def _objection_to_sharing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    same = f"client and server have one GPU ({ours['gpu_name']}, {ours['gpu']}, on {ours['host']})"
+    slices = "" if ours["gpu"] == theirs.get("gpu") else "slices of "
+    same = f"client and server have {slices}one GPU ({ours['gpu_name']}, {ours['gpu']}, on {ours['host']})"
     remedy = "give them different device=, or use backend='gloo'"
     if tuple(ours["nccl"]) < _SHARES_A_GPU:
         return f"{same}, which NCCL {_dotted(ours['nccl'])} does not allow, and 2.30 does; {remedy}"

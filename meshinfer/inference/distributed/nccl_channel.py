@@ -130,15 +130,31 @@ class NcclChannel:
             self.check()
             try:
                 after.hold_up(self._stream)
-                with torch.cuda.stream(self._stream):
-                    work = getattr(self._group, call)([row], self._peer, 0)
-                    work.block_current_stream()  # ours alone; wait() would keep the processor busy
+                work = self._move(call, row)
                 done = StreamMark(self._stream)
             except RuntimeError as error:
                 self.check()  # being aborted is the reason for whatever NCCL says
                 reason = f"NCCL could not begin to move a row: {first_line(error)}"
                 raise RuntimeError(reason) from error
         return _RowMark(self, done, (row, work))
+
+    def _move(self, call: str, row: Tensor) -> Any:
+        """In our stream, as under ``torch.cuda.stream()``, which alone takes as long as the call."""
+        before = torch.cuda.current_stream(self._index)
+        torch.cuda.set_stream(self._stream)
+        try:
+            work = getattr(self._group, call)([row], self._peer, 0)
+            work.block_current_stream()  # ours alone; wait() would keep the processor busy
+        finally:
+            torch.cuda.set_stream(before)
+        return work
+
+    def work_here(self) -> None:
+        """Whatever the calling thread asks CUDA, it asks this channel's GPU.
+
+        A thread begins with the first one, where the question alone would take some hundred megabytes.
+        """
+        _work_on_gpu(self._index)
 
     def check(self) -> None:
         """:class:`RuntimeError` once the channel was aborted."""
@@ -189,7 +205,7 @@ class _RowMark:
 
     def passed(self) -> bool:
         """See :class:`~meshinfer.streams.Mark`."""
-        tolerate_captures()
+        self._channel.work_here()  # the watch asks too
         return self._done.passed()
 
     def hold_up(self, stream: torch.cuda.Stream) -> None:

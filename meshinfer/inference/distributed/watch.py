@@ -103,7 +103,7 @@ def end_watch() -> None:
 
 
 def abort_all(channels: Sequence[Channel]) -> None:
-    """Abort them, each in a thread of its own. Never waits.
+    """Abort them, each in a thread of its own. Never waits, unless no thread can be started.
 
     At once, because aborting one may wait for all that its GPU does, which a stuck row of another may be.
     """
@@ -112,8 +112,12 @@ def abort_all(channels: Sequence[Channel]) -> None:
             target=_abort, args=(channel,), name="meshinfer-abort", daemon=True
         )
         with _noting:
-            thread.start()
-            _note(thread)
+            started = _start(thread)
+            ending = thread if started else threading.current_thread()
+            if ending.daemon:  # the interpreter does not wait for it
+                _note(ending)
+        if not started:
+            _abort(channel)
 
 
 def note_ending(thread: threading.Thread) -> None:
@@ -143,6 +147,16 @@ def _note(thread: threading.Thread) -> None:
     """With the lock held."""
     _ending.difference_update([each for each in _ending if not each.is_alive()])
     _ending.add(thread)
+
+
+def _start(thread: threading.Thread) -> bool:
+    """``False`` where no thread can be started: Python 3.12 has none while the interpreter ends."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        logger.debug("no thread to abort a channel in: %s", error)
+        return False
+    return True
 
 
 def _abort(channel: Channel) -> None:
