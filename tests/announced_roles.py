@@ -29,6 +29,7 @@ from meshinfer import (
     InferenceServerConfig,
     PeerLostError,
 )
+from meshinfer.inference.distributed.announced import AnnouncedRows
 
 RANK = 7
 NEIGHBOUR = 1
@@ -70,7 +71,7 @@ class Doubler:
             {"mark": torch.zeros_like(batch["mark"]), "y": 2 * batch["x"]}, batch.batch_size
         )
 
-    def has_served(self, who: int, more: int = 3, timeout: float = 15.0) -> bool:
+    def has_served(self, who: int, more: int = 3, timeout: float = SECONDS) -> bool:
         """Whether client ``who`` gets ``more`` replies from now on."""
         goal = self.served[who] + more
         return wait_until(lambda: self.served[who] >= goal, timeout)
@@ -128,6 +129,20 @@ def await_stop(worker: Worker) -> None:
     """Until the worker's process has stopped itself."""
     status = psutil.Process(worker.pid).status
     assert wait_until(lambda: status() == psutil.STATUS_STOPPED, SECONDS), status()
+
+
+def planes_of(server: InferenceServer, *ranks: int) -> list[Any]:
+    """The server's side of the rows of the clients that have these ranks."""
+    assert isinstance(server.transport, DistributedTransport)
+    assert server.transport._reception is not None
+    sessions = server.transport._reception.sessions
+    return [each._plane for each in sessions if each.identity.rank in ranks]
+
+
+def hasten(plane: Any, seconds: float) -> None:
+    """Have it wait no longer than that for a row from now on. Who joins, and other clients, keep the time they had."""
+    if isinstance(plane, AnnouncedRows):  # else it has ended
+        plane._timeout = seconds
 
 
 def begin_neighbour(worker: Worker, report: str, server: InferenceServer) -> None:

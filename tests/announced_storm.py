@@ -25,7 +25,9 @@ from announced_roles import (
     await_stop,
     connect,
     freeze,
+    hasten,
     leave,
+    planes_of,
     serving,
     storm,
     thaw,
@@ -48,6 +50,7 @@ DOOMED = {
 ACTS = ("sending", "posting", "waiting")
 LATE = {"delay": 0.02, "share": 0.1, "deaf": True}
 ROW_SECONDS = 3.0
+"""For rows of the doomed to arrive; the steady ones are never given up, however busy the machine is."""
 LONGEST_STOP = 4.0
 
 
@@ -57,7 +60,7 @@ def weather(seconds: float, seed: int, directory: Path) -> Counter[str]:
     lateness = Mischief(seed=seed, **LATE)
     with (
         auditing(directory) as report,
-        serving(policy, lateness, timeout=ROW_SECONDS) as server,
+        serving(policy, lateness, timeout=SECONDS) as server,
     ):
         with crew(1) as (first,):
             first.call(connect, str(report), port_of(server), 9)
@@ -113,6 +116,8 @@ class _Storm:
     def _strike(self, workers: list[Worker]) -> None:
         """Something befalls one of the doomed; the steady ones go on."""
         time.sleep(self._random.random() * 0.2)
+        for plane in planes_of(self._server, *DOOMED):
+            hasten(plane, ROW_SECONDS)
         who = self._random.choice(list(DOOMED))
         worker = self._workers[who]
         if self._random.random() < 0.3:

@@ -67,6 +67,13 @@ class Counter:
         self.trouble("close", 0)
 
 
+def as_long_as_threads(number: int | None = None) -> Counter:
+    """Whose episodes have as many steps as torch has threads here; ``number`` of them, if given."""
+    if number is not None:
+        torch.set_num_threads(number)
+    return Counter(torch.get_num_threads())
+
+
 class Counters:
     """Several of them in a row; a row whose episode has ended is reset by the next step, which is no transition."""
 

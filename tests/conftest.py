@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ import psutil
 import pytest
 import ray_cluster as rays
 import warm
+from hypothesis import HealthCheck, settings
 from support import unavailable, wait_until
 
 from meshinfer.optional import load_monarch
@@ -28,7 +30,7 @@ pytest_plugins = ["cluster.fixtures"]
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 SHARED_MEMORY = Path("/dev/shm")
-SECONDS_TO_SETTLE = 20.0
+SECONDS_TO_SETTLE = 60.0
 
 # Inherited by every process that a test starts, also by those whose parent has died.
 SESSION_VARIABLE = "MESHINFER_TEST_SESSION"
@@ -39,6 +41,10 @@ LASTING = ("ray_cluster", "monarch")
 LARGE = ("test_monarch_transport", "test_service_backend")
 
 call_passed = pytest.StashKey[bool]()
+
+# How long an example takes says more of the machine than of what is tested.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,19 @@ def started_here(pid: int) -> bool:
 
 def pytest_configure() -> None:
     os.environ[SESSION_VARIABLE] = SESSION
+    heed_signals()
     # monarch logs to one file of the user's, for all of its programs, unless it is given another name
     os.environ["MONARCH_LOG_SUFFIX"] = f"meshinfer_{SESSION}"
+
+
+def heed_signals() -> None:
+    """A shell has what it starts in the background ignore Ctrl-C, and all processes of the tests would inherit that."""
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 def pytest_unconfigure() -> None:
@@ -222,7 +239,7 @@ def leaked_since(before: Held) -> dict[str, list[Any]]:
     for pid in psutil.pids() if names else ():
         if pid != os.getpid() and not started_here(pid):
             mapped = mapped_files(pid)
-            names -= {name for name in names if str(SHARED_MEMORY / name) in mapped}
+            names -= {name for name in names if file_number(name) in mapped}
     kept = {**leaked, "shared_memory": sorted(names), "sockets": sockets}
     return {name: held for name, held in kept.items() if held}
 
@@ -232,11 +249,20 @@ def ports_of(connection: tuple[Any, ...]) -> set[int]:
     return {end.port for end in ends if end}
 
 
-def mapped_files(pid: int) -> str:
+def mapped_files(pid: int) -> set[int]:
+    """Their numbers: a semaphore gets its name after it was mapped, and whoever made it has it under none."""
     try:
-        return Path(f"/proc/{pid}/maps").read_text()
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:  # it has ended, or belongs to another user
-        return ""
+        return set()
+    return {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+
+
+def file_number(name: str) -> int | None:
+    try:
+        return (SHARED_MEMORY / name).stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def describe(leaked: dict[str, list[Any]]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -101,10 +99,6 @@ def receive(station: SimpleNamespace, *, apply: bool = True) -> tuple[int, float
         station.subscriber.applied(update)
         update.release()
     return found
-
-
-def stop(station: SimpleNamespace) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def two_ranks(rank: int, port: int) -> meshinfer.Mesh:

@@ -30,7 +30,7 @@ from meshinfer import (
 )
 
 SECRET = "a secret of the tests"
-SECONDS = 30.0
+SECONDS = 60.0
 """For what must happen, but whose speed no test asserts."""
 
 HELD = -1
@@ -89,7 +89,7 @@ class Doubler:
         self.served.update(value // WHO for value in values)
         return TensorDict({"y": 2 * x}, batch.batch_size)
 
-    def has_served(self, who: int, more: int = 5, timeout: float = 5.0) -> bool:
+    def has_served(self, who: int, more: int = 5, timeout: float = SECONDS) -> bool:
         """Whether client ``who`` gets ``more`` replies from now on."""
         goal = self.served[who] + more
         return wait_until(lambda: self.served[who] >= goal, timeout)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -147,13 +146,6 @@ def torchrun(ranks: int, *script: str, flags: Sequence[str] = ("--standalone",))
 def plain(*arguments: str) -> list[str]:
     """One process without a launcher."""
     return [sys.executable, str(RANKS), *arguments]
-
-
-def unused_port() -> int:
-    """A port that nothing listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def report(label: str, **values: Any) -> None:

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import process_roles as roles
-import psutil
 from process_roles import Policy, reply, request
-from support import PRELOADED, wait_until
+from support import PRELOADED, is_gone, wait_until
 from tensordict import TensorDict, TensorDictBase
 
 from meshinfer import InferenceServer
 
 REFUSED = -7.0
 """A request that the policy refuses."""
-SECONDS_TO_LEARN = 15.0
+SECONDS_TO_LEARN = 60.0
 """Within which the death of a server must be known to everybody."""
 
 
@@ -89,14 +88,6 @@ def modules_found() -> Iterator[None]:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = saved
-
-
-def is_gone(pid: int) -> bool:
-    """Whether no such process runs; one that nobody has asked for its exit code does not."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def ends(pid: int) -> bool:

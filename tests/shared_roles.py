@@ -223,6 +223,7 @@ def _check_rows(client: Any, index: int, width: int, count: int, real_fence: boo
     chance = random.Random(index)
     first = PATIENT if index < 2 else 0
     for value in range(first, first + count):
+        signal.alarm(int(SECONDS))
         if value < PATIENT:
             given_up = client.submit(request(-value, width))
             with contextlib.suppress(TimeoutError):

@@ -265,11 +265,15 @@ def _ask_for(client: Any, value: int) -> None:
 
 # Clients that are killed at random.
 
+KILLS = 20
+
 
 def kill_at_random(
     station: SimpleNamespace, clients: list[Any], seconds: float, seed: int
 ) -> tuple[int, int]:
     """A process for each client; one of them is killed, and replaced at once, every 100 ms.
+
+    Goes on for ``seconds``, and until :data:`KILLS` were killed and more were answered, however slow the machine is.
 
     Returns:
         Kills, and replies.
@@ -284,7 +288,7 @@ def kill_at_random(
 
     processes = [start(index) for index in range(len(clients))]
     kills, deadline = 0, time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline or not KILLS <= kills < sum(progress):
         pause.wait(0.1)
         index = chance.randrange(len(clients))
         os.kill(processes[index], signal.SIGKILL)

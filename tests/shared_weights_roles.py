@@ -155,34 +155,35 @@ def _in_use(what: str) -> int:
 # A death at any line.
 
 
-def sweep_publishers(station: SimpleNamespace, transport: Any) -> tuple[list[str], int]:
+def sweep_publishers(station: SimpleNamespace, transport: Any) -> tuple[list[str], int, int]:
     """Kill the trainer at every line, each time replaced at once, while a server takes what comes.
 
     Returns:
-        The lines, and how many versions the server has received.
+        The lines, how many versions the server has received, and how many trainers have seen that one serves.
     """
     transport.subscriber().close()  # it is open from now on, for the children as well
-    counts, count = os.pipe()
+    (counts, count), (marks, mark) = os.pipe(), os.pipe()
     server = forked(_serve_until_negative, transport, count)
     sweep, alive = Sweep(SWEPT), True
     while alive:
-        alive = sweep.next(_train, transport, 10 * len(sweep.places))
+        alive = sweep.next(_train, transport, 10 * len(sweep.places), mark)
     with transport.publisher() as publisher:
         publisher.publish(weights(LAST))
         assert ended(server) == 0
-    return sweep.places, int(os.read(counts, 20))
+    return sweep.places, int(os.read(counts, 20)), len(os.read(marks, 1 << 12))
 
 
 LAST = -1.0
 """The value of the weights after which a server ends."""
 
 
-def _train(transport: Any, first: int, death: AtLine) -> None:
+def _train(transport: Any, first: int, mark: int, death: AtLine) -> None:
     with death:
         publisher = transport.publisher(version=first)
         for version in range(first + 1, first + 5):
             publisher.publish(weights(version))
         publisher.wait(first + 1, SECONDS)
+        os.write(mark, b"s")
         publisher.close()
 
 
@@ -259,7 +260,8 @@ def go_on() -> None:
 
 
 def memory_files() -> int:
-    """How many anonymous files this process has open."""
+    """How many anonymous files this process has open, but for what garbage has."""
+    gc.collect()
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -270,11 +272,12 @@ def memory_files() -> int:
 
 
 def footprint(station: SimpleNamespace | None = None) -> tuple[int, int]:
-    """Descriptors, and KiB of memory, of this process."""
+    """Descriptors, and KiB of memory, of this process; of files that are mapped, only those that have no name."""
     gc.collect()
     with open("/proc/self/status") as file:
-        rss = next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
-    return len(os.listdir("/proc/self/fd")), rss
+        fields = dict(line.split(":", 1) for line in file)
+    memory = sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    return len(os.listdir("/proc/self/fd")), memory
 
 
 def elapsed(function: Callable[[], object]) -> float:

@@ -7,6 +7,7 @@ deaf: they do not notice by themselves that the other end has gone, as channels 
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from announced_audit import Breach, Ledger, auditing
-from announced_mischief import DEAF, Mischief
+from announced_mischief import DEAF, Mischief, released
 from announced_roles import (
     NEIGHBOUR,
     RANK,
@@ -27,7 +28,10 @@ from announced_roles import (
     client_at,
     connect,
     end_neighbour,
+    hasten,
     leave,
+    ledgers,
+    planes_of,
     query,
     request,
     serve,
@@ -43,10 +47,12 @@ from tensordict import TensorDictBase
 from meshinfer import DistributedTransport, PeerLostError, ServerClosedError
 from meshinfer.inference.distributed.announced import AnnouncedRows
 from meshinfer.inference.distributed.pair import Pair
+from meshinfer.inference.distributed.reception import Reception
 from meshinfer.streams import PASSED
 
 SLOW = 77
-JOIN_SECONDS = 20.0
+JOIN_SECONDS = 30.0
+"""The longest that a server gives a client to join."""
 SOON = 1.0
 """For rows to arrive, where the test waits for that to run out."""
 TURNS = ("sending", "posting")
@@ -84,10 +90,13 @@ def test_a_frozen_client_is_given_up_and_may_come_back(
 ) -> None:
     """It does not send the row that it has announced, or does not take its reply."""
     policy = Doubler()
-    with serving(policy, DEAF, timeout=SOON) as server, crew(2) as (neighbour, victim):
+    with serving(policy, DEAF) as server, crew(2) as (neighbour, victim):
         begin_neighbour(neighbour, report, server)
         stop_at(at, victim, report, server)
         assert policy.has_served(NEIGHBOUR)
+        (plane,) = planes_of(server, RANK)
+        assert plane._timeout == server.transport.timeout
+        hasten(plane, SOON)
         assert wait_until(lambda: server.stats().clients == 1, SECONDS)
         assert f"did not get through within {SOON:g} s" in caplog.text
         assert policy.has_served(NEIGHBOUR)
@@ -114,38 +123,48 @@ def test_a_frozen_client_that_was_replaced_does_not_come_back(report: str) -> No
 def test_a_row_that_is_merely_late_is_waited_for(
     report: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Later than the watch looks, sooner than the timeout; both ways."""
+    """Until the watch has looked; both ways."""
     looks: list[Pair] = []
-    monkeypatch.setattr(
-        Pair, "probe", lambda pair, probe=Pair.probe: (looks.append(pair), probe(pair))
-    )
-    late = Mischief(at="sending", what="dawdle", delay=0.6)
-    with serving(None, late) as server, client_at(port_of(server), late) as client:
-        ask(client, 1)
-        ask(client, 2)
-        assert looks
+
+    def look(pair: Pair, probe: Any = Pair.probe) -> None:
+        probe(pair)
+        looks.append(pair)
+        released.set()
+
+    monkeypatch.setattr(Pair, "probe", look)
+    # Acts of both sides are counted together: the first row is that of a request, the fourth that of a reply.
+    first, fourth = (Mischief(at="sending", what="hang", skip=skip) for skip in (0, 3))
+    with serving(None, fourth) as server, client_at(port_of(server), first) as client:
+        for number in range(2):
+            looks.clear()
+            released.clear()
+            ask(client, number)
+            assert looks
         assert server.stats().clients == 1
     assert "was lost" not in caplog.text
 
 
-def test_a_policy_that_takes_longer_than_a_row_may_costs_no_client(report: str) -> None:
+def test_a_row_arrives_while_the_policy_computes_for_the_same_client(report: str) -> None:
     """Who computes must not be who has to receive what the same client has announced meanwhile."""
+    go_on = threading.Event()
 
     def slow(batch: TensorDictBase) -> TensorDictBase:
         if SLOW in batch["x"]:
-            time.sleep(1.5 * SOON)
+            assert go_on.wait(2 * SECONDS)
         return Doubler()(batch)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # with more, a thread that receives never computes
     try:
-        with (
-            serving(slow, timeout=SOON) as server,
-            client_at(port_of(server), timeout=SOON) as client,
-        ):
+        before = ledgers()
+        with serving(slow) as server, client_at(port_of(server)) as client:
             ask(client, 1)
+            both = [each for each in ledgers() if each not in before]
             values = (SLOW, 2, 3)
             futures = [client.submit(request(value)) for value in values]
+            arrived = wait_until(lambda: any(each.arrived == 3 for each in both), SECONDS)
+            go_on.set()
+            assert arrived
             for future, value in zip(futures, values, strict=True):
                 check(future.result(SECONDS), value)
     finally:
@@ -166,6 +185,26 @@ def test_a_client_killed_while_its_channels_are_built_is_given_up(
         neighbour.call(leave)
         assert isinstance(server.transport, DistributedTransport)
         assert server.transport.wait_until_left(1, timeout=JOIN_SECONDS / 2)
+
+
+def test_a_client_killed_while_replies_are_prepared_leaves_no_thread_behind(
+    report: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the session notices before the watch does, the thread that builds for it ends all the same."""
+    monkeypatch.setattr(AnnouncedRows, "look", lambda *_: None)
+    before = set(threading.enumerate())
+
+    def building() -> bool:
+        new = set(threading.enumerate()) - before
+        return any(thread.name == "meshinfer-rows" for thread in new)
+
+    with serving(timeout=JOIN_SECONDS) as server, crew(1) as (victim,):
+        stopped = Mischief(at="building", what="stop", skip=1)
+        victim.begin(connect, report, port_of(server), RANK, stopped)
+        await_stop(victim)
+        assert wait_until(building, SECONDS)
+        victim.kill()
+        assert wait_until(lambda: not building(), JOIN_SECONDS / 2)
 
 
 def test_many_clients_that_die_leave_nothing_at_the_server(report: str) -> None:
@@ -210,18 +249,24 @@ def test_a_server_killed_with_a_row_under_way_is_noticed_at_once(at: str, report
 def test_a_server_frozen_with_a_row_under_way_is_given_up(at: str, report: str) -> None:
     with crew(1) as (server,):
         port = server.call(serve, report, Mischief(at=at, what="stop", skip=1))
-        with client_at(port, DEAF, timeout=SOON) as client:
+        with client_at(port, DEAF) as client:
             ask(client, 1)
             future = client.submit(request(2))
             await_stop(server)
+            assert client._connection is not None
+            assert client._connection._plane._timeout == client._timeout  # type: ignore[attr-defined]
+            hasten(client._connection._plane, SOON)
             with pytest.raises(PeerLostError, match=f"did not get through within {SOON:g} s"):
                 future.result(SECONDS)
             server.signal(signal.SIGCONT)
             ask(client, 3)
 
 
-def test_a_server_shuts_down_with_rows_under_way(report: str) -> None:
+def test_a_server_shuts_down_with_rows_under_way(
+    report: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who was answered gets the reply, who was not learns that the server has closed."""
+    monkeypatch.setattr(Reception.close, "__defaults__", (SECONDS,))  # none is cut off
     late = Mischief(at="sending", what="dawdle", delay=0.3, once=False)
     with serving(None, late) as server:
         clients = [client_at(port_of(server), DEAF) for _ in range(3)]
@@ -267,9 +312,10 @@ def break_rules(station: Any, how: str) -> None:
     breaks_the_rules(station.client._connection._plane, how)
 
 
-def submit(station: Any, count: int) -> None:
+def submit(station: Any, count: int, report: Path) -> None:
+    """Until a breach is written down, or all is answered."""
     for future in [station.client.submit(request(n)) for n in range(count)]:
-        future.exception(2.0)
+        assert wait_until(lambda future=future: future.done() or report.read_text(), SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +337,7 @@ def serve_a_client_that_breaks_the_rules(how: str, directory: Path) -> None:
     with auditing(directory) as report, serving() as server, crew(1) as (worker,):
         worker.call(connect, str(report), port_of(server), 1)
         worker.call(break_rules, how)
-        worker.begin(submit, 1 if how == "twice" else 2)
+        worker.begin(submit, 1 if how == "twice" else 2, report)
         worker.outcome()
         assert wait_until(report.read_text, SECONDS)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from announced_audit import auditing
@@ -34,10 +37,12 @@ from support import wait_until
 
 from meshinfer import DistributedTransport, PeerLostError, RefusedError
 from meshinfer.inference.distributed import watch
+from meshinfer.inference.distributed.announced import AnnouncedRows
+from meshinfer.inference.distributed.pair import CLIENT
 from meshinfer.testing import GlooRows
 
 SOON = 1.0
-"""For joining, where the test waits for that to run out."""
+"""For channels to be built, where the test waits for that to run out."""
 
 
 @pytest.fixture
@@ -73,6 +78,22 @@ def test_a_channel_that_a_server_cannot_build(channel: int, report: str) -> None
             ask(client, 2)
 
 
+@contextmanager
+def hurrying() -> Iterator[None]:
+    """A client that joins meanwhile has ``SOON`` for its channels, and all of its timeout for what comes before."""
+    init = AnnouncedRows.__init__
+
+    def hurried(
+        plane: AnnouncedRows, backend: Any, pair: Any, joining: Any, timeout: float
+    ) -> None:
+        if joining.rank == CLIENT:
+            joining._deadline = min(joining._deadline, time.monotonic() + SOON)
+        init(plane, backend, pair, joining, timeout)
+
+    with mock.patch.object(AnnouncedRows, "__init__", hurried):
+        yield
+
+
 @pytest.mark.parametrize("side", ["client", "server"])
 def test_a_channel_that_is_never_built_costs_a_client_its_timeout(side: str, report: str) -> None:
     stuck = Mischief(at="building", what="hang", skip=0 if side == "client" else 2)
@@ -82,8 +103,9 @@ def test_a_channel_that_is_never_built_costs_a_client_its_timeout(side: str, rep
         client_at(port_of(server)) as neighbour,
     ):
         ask(neighbour, 1)
-        with client_at(port_of(server), mischief.get("client", DEAF), timeout=SOON) as client:
-            with pytest.raises(TimeoutError, match=r"channel for rows|requests address"):
+        with client_at(port_of(server), mischief.get("client", DEAF)) as client:
+            never = pytest.raises(TimeoutError, match=r"channel for rows|requests address")
+            with hurrying(), never:
                 ask(client, 1)
             assert not released.is_set()
             ask(neighbour, 2)

@@ -12,15 +12,15 @@ from itertools import count
 
 import psutil
 import pytest
-from mesh_jobs import unused_port
 from support import wait_until
 
 from meshinfer.errors import MeshError
 from meshinfer.mesh.beacon import HEAD, MAGIC, Beacon, Key, candidate_ports
 from meshinfer.mesh.knocking import Search
 
-HOST = "127.0.0.1"
-SECONDS = 20.0
+HOST = f"127.{64 + os.getpid() // 65536 % 64}.{os.getpid() // 256 % 256}.{os.getpid() % 256}"
+"""A loopback address of this process: whatever listens elsewhere on the machine has other ones."""
+SECONDS = 60.0
 MINE, OTHER = Key("mine", None), Key("other", None)
 
 _numbers = count()
@@ -97,7 +97,7 @@ def test_a_beacon_is_found_and_tells_its_content(ports: list[int]) -> None:
     with lit(MINE, ports, port=7, host="x"):
         for _ in range(3):
             assert find(MINE, ports) == {"port": 7, "host": "x"}
-    assert descriptors() == before
+    assert wait_until(lambda: descriptors() <= before, SECONDS)
 
 
 def test_a_beacon_that_is_lit_later_is_waited_for(ports: list[int]) -> None:
@@ -110,13 +110,13 @@ def test_a_beacon_that_is_lit_later_is_waited_for(ports: list[int]) -> None:
 
 
 def test_nobody_is_there(ports: list[int]) -> None:
+    assert find(MINE, ports, timeout=0.1) is None
     search = Search(MINE, HOST, ports)
-    assert search.run(0.1) is None
+    began = time.monotonic()
+    assert search.run(SECONDS, once=True) is None
+    assert time.monotonic() - began < SECONDS / 2
     assert search.deserted
     assert str(search).startswith(f"nothing listens at {ports[0]}, ")
-    began = time.monotonic()
-    assert Search(MINE, HOST, ports).run(SECONDS, once=True) is None
-    assert time.monotonic() - began < SECONDS / 2
 
 
 def test_two_jobs_on_the_same_ports_do_not_meet(ports: list[int]) -> None:
@@ -232,7 +232,7 @@ def test_all_ports_are_taken(ports: list[int]) -> None:
         before = descriptors()
         with pytest.raises(MeshError, match=rf"all of its ports .* {ports[3]}.*MESHINFER_JOB_ID"):
             Beacon(MINE, [HOST], ports, {})
-        assert descriptors() == before
+        assert wait_until(lambda: descriptors() <= before, SECONDS)
 
 
 def test_a_closed_beacon_frees_its_port(ports: list[int]) -> None:
@@ -245,8 +245,8 @@ def test_a_closed_beacon_frees_its_port(ports: list[int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_forked_child_does_not_keep_the_port() -> None:
-    port = unused_port()
+def test_a_forked_child_does_not_keep_the_port(ports: list[int]) -> None:
+    port = ports[0]
     beacon = Beacon(MINE, [HOST], [port], {})
     child = os.fork()
     if not child:

@@ -31,6 +31,7 @@ from meshinfer.testing import (
 from meshinfer.testing.monarch_actors import MonarchHarness, MonarchWorkers
 from meshinfer.transport import INFERENCE_TRANSPORTS
 
+SECONDS = 60.0
 SECONDS_TO_IMPORT = 100.0
 """For a new interpreter on a busy machine."""
 
@@ -229,10 +230,10 @@ def test_raises_fails_without_the_error_that_is_expected() -> None:
 @pytest.mark.parametrize("place", ["forkserver", "fork"])
 def test_a_client_that_dies_ends_its_run(place: str, pool: WorkerPool) -> None:
     run = pool.run(_report_and_wait, None)
-    assert run.next_report(10.0) == "here"
+    assert run.next_report(SECONDS) == "here"
     run.kill()
     with pytest.raises(ChildProcessError):
-        run.result(10.0)
+        run.result(SECONDS)
 
 
 def _report_and_wait(_: None) -> None:

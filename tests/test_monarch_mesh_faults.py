@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from failure_scripts import ROOT, Ending, Program, environment
+from failure_scripts import ROOT, Program, environment
+from monarch_noise import complaints
 from support import wait_until
 from warm import python_command
 
@@ -25,8 +25,6 @@ from meshinfer.mesh.monarch.wiring import ServerPlace, open_posted
 pytestmark = pytest.mark.slow
 
 SECONDS = 60.0
-GOAL = 15.0
-BANNER = "Monarch internal logs are being written"
 SCRIPTS = str(ROOT / "tests" / "monarch_mesh_scripts.py")
 
 
@@ -76,10 +74,8 @@ def test_ranks_that_die_are_reported_and_replaced(roles: ModuleType, tmp_path: P
             for which, actors in enumerate((envs, others))
         ]
         assert wait_until(lambda: len(list(tmp_path.glob("*.asking"))) == 2, SECONDS)
-        began = time.monotonic()
         os.kill(mesh.pids("server")[0], signal.SIGKILL)
         assert [future.get(timeout=SECONDS) for future in waiting] == ["PeerLostError"] * 2
-        assert time.monotonic() - began < GOAL
         assert mesh.next_failure(SECONDS).group == "server"
         assert not gloo.is_alive
         assert not messages.is_alive
@@ -116,10 +112,6 @@ def program(folder: Path, *command: str, cold: bool = False) -> Iterator[Program
         running.close()
 
 
-def complaints(ending: Ending) -> list[str]:
-    return [line for line in ending.complaints() if BANNER not in line]
-
-
 def test_a_program_survives_its_ranks(tmp_path: Path) -> None:
     """Dead ranks, a fault of somebody else's that its own hook takes, and late faults after the end."""
     with program(tmp_path, "-W", "error", SCRIPTS, "survive", str(tmp_path)) as running:
@@ -127,19 +119,17 @@ def test_a_program_survives_its_ranks(tmp_path: Path) -> None:
     assert ending.code == 0, ending.stderr
     said = [line.strip() for line in running.lines]
     assert said == ["lost env 1", "lost server 0", "hook: elsewhere", "closed", "survived"]
-    assert complaints(ending) == []
+    assert complaints(ending.complaints()) == []
 
 
 def test_ctrl_c_ends_every_rank(tmp_path: Path) -> None:
     with program(tmp_path, "-W", "error", SCRIPTS, "wait", cold=True) as running:
         (pids,) = running.hear("pids ", timeout=120.0)
         ranks = [psutil.Process(int(pid)) for pid in pids.split()]
-        began = time.monotonic()
         running.signal_group(signal.SIGINT)
-        ending = running.ending(60.0)
+        ending = running.ending(SECONDS)
         assert ending.code in (1, 130, -signal.SIGINT), ending.stderr
-        assert wait_until(lambda: not any(rank.is_running() for rank in ranks), GOAL)
-        assert time.monotonic() - began < 2 * GOAL
+        assert wait_until(lambda: not any(rank.is_running() for rank in ranks), SECONDS)
         assert "terminate called" not in ending.stderr
         assert "panicked" not in ending.stderr
 
@@ -163,7 +153,7 @@ def test_this_host(tmp_path: Path) -> None:
     with program(tmp_path, "-W", "error", example, "20") as running:
         ending = running.ending(120.0)
     assert ending.code == 0, ending.stderr
-    assert complaints(ending) == []
+    assert complaints(ending.complaints()) == []
     said = "".join(running.lines)
     for rank in range(3):
         assert f"env {rank} on " in said

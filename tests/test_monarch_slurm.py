@@ -27,7 +27,7 @@ def test_monarch_on_two_nodes(slurm: Slurm, warm: dict[str, str], tmp_path: Path
     for rank, node in enumerate(("n0", "n0", "n1", "n1")):
         assert f"env {rank} on {node}: 160 steps" in ended.text, str(ended)
     assert "server 0 served 80 requests" in ended.text, str(ended)
-    assert wait_until(lambda: not any(map(alive, job.processes())), 20.0)
+    assert wait_until(lambda: not any(map(alive, job.processes())), 60.0)
 
 
 def alive(process: psutil.Process) -> bool:

@@ -13,17 +13,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mesh_jobs
 import pytest
 import torch
 from mesh_jobs import Ended
+from monarch_noise import complaints
 from monarch_policy import AddOne, request, value_of
 from support import wait_until
 from tensordict import TensorDict, TensorDictBase
 
 from meshinfer import ClosedError, InferenceServer, PeerLostError, RefusedError, ServerClosedError
-from meshinfer.inference.monarch import MonarchAddress, MonarchClient, MonarchTransport, ports
+from meshinfer.inference.monarch import MonarchAddress, MonarchClient, MonarchTransport, hub, ports
 from meshinfer.inference.monarch import connection as connections
 from meshinfer.inference.monarch import session as sessions
 from meshinfer.inference.monarch.frames import NOBODY, Signal
@@ -36,7 +38,9 @@ from meshinfer.testing.monarch_actors import MonarchWorkers
 
 pytestmark = pytest.mark.usefixtures("monarch")
 
-SECONDS = 30.0
+SECONDS = 60.0
+LONG = 600.0
+"""Seconds that no test has."""
 ROOT = Path(__file__).parent
 
 
@@ -163,12 +167,10 @@ def test_a_killed_server_is_noticed_at_once_wherever_one_waits(
     got(asking.submit.call_one(60_000.0))
     waiting = near.submit(request(60_000.0))
     actors.kill(0)
-    began = time.monotonic()
-    with raises(PeerLostError, "process"):
+    with raises(PeerLostError, "process"):  # who is silent for long is lost too, but later
         waiting.result(SECONDS)
     kind, text = got(asking.outcome.call_one())
     assert (kind, "has gone" in text) == ("PeerLostError", True), text
-    assert time.monotonic() - began < 5.0
     with raises(PeerLostError):
         near(request(1.0), SECONDS)
 
@@ -210,8 +212,9 @@ def test_a_goodbye_that_has_come_wins_over_the_end_of_its_process(actors: Actors
         held_up(request(2.0), SECONDS)
 
 
-def test_a_server_has_ended_when_its_clients_know() -> None:
+def test_a_server_has_ended_when_its_clients_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one whose thread is held up for a moment."""
+    monkeypatch.setattr(hub, "_GOODBYE_SECONDS", SECONDS)
     with serving(AddOne()) as (_, server), server.client() as client:
         held, gate = threading.Event(), threading.Event()
 
@@ -297,7 +300,7 @@ def test_who_does_not_hold_the_secret_is_refused() -> None:
     with serving(AddOne(), secret="right") as (transport, _):
         true = transport.address
         forged = MonarchAddress(true.port, true.process, true.host, b"wrong")
-        with MonarchClient(FixedServer(forged), 5.0) as client, raises(RefusedError, "secret"):
+        with MonarchClient(FixedServer(forged), SECONDS) as client, raises(RefusedError, "secret"):
             client(request(1.0), SECONDS)
         assert transport.num_clients == 0
         shown = f"{transport!r} {transport.client()!r} {true!r}"
@@ -379,17 +382,22 @@ def test_layouts_are_known_before_they_are_used() -> None:
 
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For this process, others seem to be on other hosts, whose silence is noticed soon."""
+    """For this process, others seem to be on other hosts."""
     monkeypatch.setattr(ProcessName, "is_near", False)
-    monkeypatch.setattr(connections, "_FAR", (0.2, 2.0))
-    monkeypatch.setattr(sessions, "_LOSE_AFTER", 2.0)
+    monkeypatch.setattr(connections, "_FAR", (0.2, LONG))
+    monkeypatch.setattr(sessions, "_LOSE_AFTER", LONG)
 
 
 @contextlib.contextmanager
 def suspended(pid: int) -> Iterator[None]:
+    """Its silence is noticed soon; that of others, whom a busy machine may hold up, never is."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        yield
+        with (
+            mock.patch.object(connections, "_FAR", (0.2, 2.0)),
+            mock.patch.object(sessions, "_LOSE_AFTER", 2.0),
+        ):
+            yield
     finally:
         os.kill(pid, signal.SIGCONT)
 
@@ -423,16 +431,20 @@ def test_a_client_that_says_nothing_from_afar_is_lost(far: None, actors: Actors)
 
 
 def test_a_server_that_computes_for_long_is_not_lost(far: None) -> None:
-    """In Python, too, as long as it lets other threads run."""
+    """In Python, too, as long as it lets other threads run: it tells who asks that it is there."""
+    heard: list[float] = []
 
     def compute(batch: TensorDictBase) -> TensorDict:
-        until = time.monotonic() + 4.0
-        while time.monotonic() < until:
-            pass
+        heard.append(client._connection._heard)
+        until = time.monotonic() + SECONDS / 2
+        while len(heard) < 3 and time.monotonic() < until:
+            if (now := client._connection._heard) != heard[-1]:
+                heard.append(now)
         return AddOne()(batch)
 
     with serving(compute) as (transport, server), server.client() as client:
         assert value_of(client(request(1.0), SECONDS)) == 2.0
+        assert len(heard) == 3
         assert transport.num_clients == 1
 
 
@@ -468,14 +480,14 @@ def _use_forked(client: Any) -> None:
     client.close()
 
 
-def test_a_call_to_a_server_that_closed_raises_at_once() -> None:
+def test_a_call_to_a_server_that_closed_raises_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks for it."""
     with serving(AddOne()) as (_, server):
         client = server.client()
         assert value_of(client(request(1.0), SECONDS)) == 2.0
-    began = time.monotonic()
+    monkeypatch.setattr(MonarchClient, "_reach", None)
     with raises(ServerClosedError):
         client(request(2.0), SECONDS)
-    assert time.monotonic() - began < 2.0
     client.close()
 
 
@@ -515,24 +527,18 @@ def run(folder: Path, script: str, *, cold: bool) -> Ended:
     """A program of its own, in which every warning is an error, and its processes."""
     command = [sys.executable, "-W", "error", str(ROOT / "monarch_scripts.py"), script]
     with mesh_jobs.running(folder, command, cold=cold) as (job,):
-        return job.end(4 * SECONDS)
+        return job.end(2 * SECONDS)
 
 
 def test_two_hosts_over_tcp(tmp_path: Path) -> None:
     done = run(tmp_path, "two_hosts", cold=False)
     assert done.code == 0, done
     assert done.stdout.split() == ["2.0", "3.0", "4.0", "PeerLostError"]
-    assert complaints(done.stderr) == ""
+    assert complaints(done.stderr.splitlines()) == []
 
 
 def test_a_program_ends_cleanly_with_everything_open(tmp_path: Path) -> None:
     """In new interpreters, as a user has."""
     done = run(tmp_path, "leave_open", cold=True)
     assert (done.stdout.split(), done.code) == (["2.0"], 3), done
-    assert complaints(done.stderr) == ""
-
-
-def complaints(text: str) -> str:
-    return "\n".join(
-        line for line in text.splitlines() if "Monarch internal logs are being written" not in line
-    )
+    assert complaints(done.stderr.splitlines()) == []

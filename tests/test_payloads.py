@@ -134,7 +134,7 @@ def test_what_does_not_fit_never_leaves(payload: Any, error: Any, message: str) 
             client.submit(payload)
         assert client.in_flight == 0
         assert torch.equal(client(right, timeout=SECONDS)["image"], right["image"])
-        assert wait_until(lambda: server.stats().requests == 1, 5)
+        assert wait_until(lambda: server.stats().requests == 1, SECONDS)
 
 
 def test_extra_keys_stay_behind() -> None:

@@ -389,6 +389,7 @@ def test_room_that_does_not_come(kind: str) -> None:
         it.policy.opened.set()
         assert it.futures[0].result(SECONDS)["y"].tolist() == [2.0, 2.0]
         assert it.futures[1].result(SECONDS)["y"].tolist() == [4.0, 4.0]
+        it.module.timeout = SECONDS
         assert it.module(observation(5.0))["y"].tolist() == [10.0, 10.0]
 
 
@@ -599,13 +600,14 @@ def skip_if_it_fails(*command: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_in_a_collector_of_torchrl(torchrl_python: str) -> None:
     done = subprocess.run(
         [torchrl_python, str(ROOT / "tests" / "torchrl_collector.py"), *TRANSPORTS],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     if done.returncode != 0:
         skip_if_it_fails(torchrl_python, "-c", "import torchrl.collectors")

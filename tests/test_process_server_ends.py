@@ -6,14 +6,12 @@ import os
 import pickle
 import signal
 import textwrap
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from failure_scripts import Program, programs
 from process_roles import HELD, SECONDS, ask, request
-from support import wait_until
+from support import is_gone, wait_until
 
 from meshinfer import TransportError
 
@@ -87,15 +85,15 @@ def program(main: str, guard: bool = True) -> str:
 def assert_gone(started: Program, count: int = 1) -> None:
     for line in started.hear("server ", count):
         pid = int(line.split()[0])
-        assert wait_until(lambda pid=pid: not psutil.pid_exists(pid), 10.0), line
+        assert wait_until(lambda pid=pid: is_gone(pid), SECONDS), line
 
 
 @pytest.mark.slow
 def test_a_killed_owner_takes_its_servers_along(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    """What they leave in /dev/shm fails the test afterwards."""
     with programs(tmp_path, owner=program(OWNER)) as running:
         owner = running["owner"]
-        owner.hear("ready", timeout=60.0)
+        owner.hear("ready", timeout=90.0)
         count = sum(line.startswith("server ") for line in owner.lines)
         clients = [
             pickle.loads(bytes.fromhex(line.split()[1])) for line in owner.hear("server ", count)
@@ -105,17 +103,14 @@ def test_a_killed_owner_takes_its_servers_along(tmp_path: Path) -> None:
             ask(client)
             held.append(client.submit(request(HELD)))
         os.kill(owner.pid, signal.SIGKILL)
-        killed = time.monotonic()
         for future in held:
             with pytest.raises(TransportError):
                 future.result(SECONDS)
-        assert time.monotonic() - killed < 10.0
         assert_gone(owner, count)
         for client in clients:
             with pytest.raises(TransportError):
                 client(request(1.0), SECONDS)
             client.close()
-        assert set(os.listdir("/dev/shm")) <= before
 
 
 @pytest.mark.slow
@@ -128,7 +123,7 @@ def test_nothing_is_left_and_nothing_said_by_ends_without_a_shutdown(tmp_path: P
     }
     with programs(tmp_path, **sources) as running:
         for name in ("interrupted_early", "interrupted"):
-            running[name].hear("server ", timeout=60.0)
+            running[name].hear("server ", timeout=90.0)
             running[name].signal_group(signal.SIGINT)
             ending = running[name].ending()
             # torch imports tabulate at the exit where that is installed, and Python then forgets the interrupt

@@ -15,7 +15,7 @@ import pytest
 import queue_roles as roles
 import torch
 from mesh_jobs import run
-from support import unavailable, wait_until
+from support import unavailable, unused_port, wait_until
 from tcp_transport import NO_NAMESPACES, SECONDS, TcpTransport, numbers
 from tensordict import TensorDict, TensorDictBase
 
@@ -83,7 +83,7 @@ def test_a_port_that_is_taken_and_an_address_of_nobody(transport: TcpTransport) 
 
 
 def test_a_server_comes_back_at_its_port() -> None:
-    transport = TcpTransport()
+    transport = TcpTransport(unused_port())
     with InferenceServer(roles.echo, transport) as server:
         client = server.client()
         client(numbers(1), SECONDS)
@@ -228,7 +228,7 @@ def test_half_a_request_of_a_client_that_goes_is_dropped(
     connection._socket.sendall(bytes(range(8)) + bytes(8))  # a header has more bytes
     connection._socket.shutdown(socket.SHUT_WR)
     assert wait_until(lambda: transport.num_lost == 1, SECONDS)
-    assert "in the midst of a message" in caplog.text
+    assert wait_until(lambda: "in the midst of a message" in caplog.text, SECONDS)
     assert int(other(numbers(2), SECONDS)["x"]) == 2
 
 

@@ -29,8 +29,8 @@ from meshinfer import (
 )
 from meshinfer.testing import ActorPool, WorkerPool, raises
 
-NOTICED = 15.0
-"""Seconds within which a client learns that its server is dead."""
+NOTICED = 60.0
+"""Seconds within which a client learns that its server is dead: that it does not wait for ever."""
 
 
 @pytest.fixture(autouse=True)

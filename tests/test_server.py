@@ -27,6 +27,7 @@ from meshinfer import (
     InferenceServer,
     InferenceServerConfig,
     ServerClosedError,
+    ThreadingTransport,
     TransportConfig,
 )
 
@@ -130,12 +131,10 @@ def test_a_batch_is_made_when_enough_have_come() -> None:
     with make(gate, min_batch_size=1, max_batch_size=8) as server, clients_of(server, 4):
         assert set(gate.sizes) == {1}
     gate.sizes.clear()
-    with make(gate, min_batch_size=4, max_batch_size=8, timeout=SECONDS) as server:
+    with make(gate, min_batch_size=4, max_batch_size=8, timeout=10 * SECONDS) as server:
         clients = server.clients(4)
-        began = time.monotonic()
         futures = [client.submit(request(i)) for i, client in enumerate(clients)]
-        assert answered(futures) == [0.0, 2.0, 4.0, 6.0]
-        assert time.monotonic() - began < SECONDS / 2  # it did not wait for its timeout
+        assert answered(futures) == [0.0, 2.0, 4.0, 6.0]  # it did not wait for its timeout
         for client in clients:
             client.close()
     assert gate.sizes == [4]
@@ -150,9 +149,9 @@ def test_a_partial_batch_is_made_at_the_timeout() -> None:
         began = time.monotonic()
         futures = [client.submit(request(i)) for i in range(2)]
         assert answered(futures) == [0.0, 2.0]
-        assert 0.25 < time.monotonic() - began < 5.0
-        assert wait_until(lambda: server.stats().queue_ms_p99 >= 290.0, 5)
-    assert gate.sizes == [2]
+        assert time.monotonic() - began > 0.25
+        assert wait_until(lambda: server.stats().queue_ms_p99 >= 290.0, SECONDS)
+    assert sum(gate.sizes) == 2  # in one batch, unless this thread was held up between the two
 
 
 def test_being_woken_ends_no_batch_early() -> None:
@@ -169,13 +168,9 @@ def test_being_woken_ends_no_batch_early() -> None:
 def test_fewer_clients_than_the_minimum_and_one_that_is_slow() -> None:
     """Whoever asks is answered within the timeout and a forward pass."""
 
-    def step(client: Any, times: int) -> float:
-        slowest = 0.0
+    def step(client: Any, times: int) -> None:
         for number in range(times):
-            began = time.monotonic()
             assert float(client(request(number), timeout=SECONDS)["y"]) == 2.0 * number
-            slowest = max(slowest, time.monotonic() - began)
-        return slowest
 
     with (
         make(min_batch_size=8, timeout=0.02) as server,
@@ -185,9 +180,8 @@ def test_fewer_clients_than_the_minimum_and_one_that_is_slow() -> None:
         for living in (5, 3, 1):
             for client in clients[living:]:
                 client.close()
-            slowest = list(pool.map(step, clients[:living], [20] * living))
-            assert max(slowest) < 2.0
-        assert wait_until(lambda: server.stats().requests == 5 + 20 * (5 + 3 + 1), 5)
+            list(pool.map(step, clients[:living], [20] * living))
+        assert wait_until(lambda: server.stats().requests == 5 + 20 * (5 + 3 + 1), SECONDS)
         assert server.stats().errors == 0
 
 
@@ -235,7 +229,8 @@ def test_statistics() -> None:
         assert len(answered(futures)) == 200
         with pytest.raises(ValueError, match="negative"):
             clients[0](request(-1.0), timeout=SECONDS)
-        assert wait_until(lambda: server.stats().requests == 205, 5)
+        assert wait_until(lambda: server.stats().requests == 205, SECONDS)
+        began = time.perf_counter()
         found = server.stats(reset=True)
         assert (found.requests, found.errors, found.clients, found.policy_version) == (205, 1, 4, 7)
         assert sum(size * times for size, times in found.batch_sizes.items()) == 204
@@ -247,18 +242,52 @@ def test_statistics() -> None:
         assert 0.0 <= found.idle_fraction <= 1.0
         assert found.requests_per_s == pytest.approx(205 / found.seconds)
         again = server.stats()
+        assert again.seconds <= time.perf_counter() - began
         assert (again.requests, again.batches, again.errors, again.batch_sizes) == (0, 0, 0, {})
         assert (again.queue_ms_p50, again.forward_ms_p99, again.mean_batch_size) == (0.0, 0.0, 0.0)
-        assert again.seconds < found.seconds
         clients[0](request(1.0), timeout=SECONDS)
-        assert wait_until(lambda: server.stats().requests == 1, 5)
+        assert wait_until(lambda: server.stats().requests == 1, SECONDS)
+
+
+def test_who_has_a_reply_finds_it_counted() -> None:
+    counted = []
+
+    class Watched(ThreadingTransport):
+        def resolve(self, callback: Any, result: TensorDictBase) -> None:
+            counted.append(server.stats().requests)
+            super().resolve(callback, result)
+
+    with InferenceServer(double, Watched()) as server, server.client() as client:
+        for number in range(3):
+            client(request(number), SECONDS)
+    assert counted == [1, 2, 3]
+
+
+def test_a_batch_that_cannot_be_answered_counts_as_an_error_only() -> None:
+    class Refusing(ThreadingTransport):
+        begin_anew = False
+
+        def resolve(self, callback: Any, result: TensorDictBase) -> None:
+            if self.begin_anew:
+                server.stats(reset=True)
+            raise OverflowError("no room")
+
+    transport = Refusing()
+    with InferenceServer(double, transport) as server, server.client() as client:
+        for transport.begin_anew in (False, True):
+            with pytest.raises(OverflowError, match="no room"):
+                client(request(1), SECONDS)
+            assert wait_until(lambda: server.stats().errors == 1, SECONDS)
+            found = server.stats(reset=True)
+            assert (found.requests, found.errors, found.batches, found.batch_sizes) == (1, 1, 0, {})
+            assert found.mean_batch_size == 0.0
 
 
 def test_an_idle_server_is_idle() -> None:
     with make() as server, clients_of(server, 1):
-        assert wait_until(lambda: server.stats().requests == 1, 5)
+        assert wait_until(lambda: server.stats().requests == 1, SECONDS)
         server.stats(reset=True)
-        assert wait_until(lambda: server.stats().seconds > 0.1, 5)
+        assert wait_until(lambda: server.stats().seconds > 0.1, SECONDS)
         assert server.stats().idle_fraction == 1.0
 
 
@@ -611,7 +640,6 @@ def test_many_clients() -> None:
     with make() as server, clients_of(server, 3) as clients:
         assert len({id(client) for client in clients}) == 3
         assert server.stats().clients == 3
-        assert wait_until(lambda: server.stats().clients == 3, 5)
     assert "closed" in repr(server)
 
 
@@ -801,7 +829,7 @@ def test_a_transport_of_another_make_is_served() -> None:
         assert answered([first, *futures]) == [0.0, 0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
         assert int(futures[0].result()["policy_version"]) == 2
         assert gate.sizes == [1, 4, 2]
-        assert wait_until(lambda: server.stats().requests == 7, 5)
+        assert wait_until(lambda: server.stats().requests == 7, SECONDS)
         with pytest.raises(TypeError, match="Mailbox does not know when its clients leave"):
             server.serve()
     assert box.closed
@@ -810,8 +838,8 @@ def test_a_transport_of_another_make_is_served() -> None:
 def test_a_transport_of_another_make_is_let_go_at_once() -> None:
     server = InferenceServer(double, Mailbox()).start()
     began = time.monotonic()
-    server.shutdown()
-    assert time.monotonic() - began < 2.0
+    server.shutdown(2 * SECONDS)
+    assert time.monotonic() - began < SECONDS
     assert not server.is_alive
 
 

@@ -17,7 +17,7 @@ import service_table as table
 import torch
 from hidden import hide
 from process_roles import Policy, ask
-from service_roles import PLACES, Place, ends, modules_found
+from service_roles import PLACES, SECONDS_TO_LEARN, Place, ends, modules_found
 
 import meshinfer.server.setup
 from meshinfer import (
@@ -316,7 +316,7 @@ def test_a_given_process_outlives_its_servers() -> None:
             with pytest.raises(RuntimeError, match=r"process of proc_mesh.*host_mesh"):
                 server.start()
     finally:
-        procs.stop().get(timeout=20)
+        procs.stop().get(timeout=SECONDS_TO_LEARN)
 
 
 def test_who_has_started_a_server_knows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,4 +343,4 @@ def test_a_server_needs_one_process() -> None:
         with pytest.raises(ValueError, match="proc_mesh and host_mesh"):
             MonarchInferenceServer(Policy, proc_mesh=procs.slice(procs=0), host_mesh=host)
     finally:
-        procs.stop().get(timeout=20)
+        procs.stop().get(timeout=SECONDS_TO_LEARN)

@@ -54,7 +54,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 
 from meshinfer import ClosedError, InferenceServer, PeerLostError, ServerClosedError
 
-PROMPTLY = 5.0
+PROMPTLY = SECONDS / 2
 """In so many seconds everybody goes on, or knows why not, when somebody has died."""
 
 SWEEP_SECONDS = 300.0
@@ -74,6 +74,7 @@ def files(places: list[str]) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * SWEEP_SECONDS)
 def test_a_client_may_be_killed_at_any_line() -> None:
     with (
         crew(2) as (fixed, pooled),
@@ -97,6 +98,7 @@ def test_a_client_may_be_killed_at_any_line() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * SWEEP_SECONDS)
 def test_a_server_may_be_killed_at_any_line_and_the_next_one_serves_the_same_clients() -> None:
     with crew(2) as (fixed, pooled), make("process_slot") as slots, make("shared_memory") as pool:
         clients = [slots.client() for _ in range(4)]
@@ -112,6 +114,7 @@ def test_a_server_may_be_killed_at_any_line_and_the_next_one_serves_the_same_cli
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * SWEEP_SECONDS)
 def test_clients_may_be_killed_at_random_and_replaced_at_once() -> None:
     """In the pool there are fewer slots than clients, so some die while they wait for one."""
     with (
@@ -122,9 +125,8 @@ def test_clients_may_be_killed_at_random_and_replaced_at_once() -> None:
         fixed.begin(kill_at_random, slots.clients(8), 4.0, seed=3)
         pooled.begin(kill_at_random, pool.clients(8), 4.0, seed=4)
         for nursery in (fixed, pooled):
-            kills, replies = nursery.outcome(60.0).get()
-            assert kills >= 10
-            assert replies > kills
+            kills, replies = nursery.outcome(SWEEP_SECONDS).get()
+            assert replies > kills >= 20
         pooled.call(all_slots, pool.client(), 4)
 
 
@@ -195,12 +197,12 @@ def test_a_server_elsewhere_ends_when_the_transport_is_closed(kind: str) -> None
         server.call(serve_slots, transport.serve_elsewhere())
         ask(transport.client(), 1, SECONDS)
         transport.close()
-        assert server.call(has_ended)
+        assert server.call(has_ended, within=2 * SECONDS)
 
 
 def has_ended(station: SimpleNamespace) -> bool:
     """At a server: whether it ends by itself."""
-    return wait_until(lambda: not station.server.is_alive, SECONDS / 2)
+    return wait_until(lambda: not station.server.is_alive, SECONDS)
 
 
 @BOTH
@@ -330,11 +332,11 @@ def test_a_blocked_submit_learns_that_nobody_will_serve_it(how: str) -> None:
         ask(client, 1, SECONDS)
         held = client.submit(request(HELD))
         with ThreadPoolExecutor(1) as thread:
-            blocked = thread.submit(other.submit, request(2), SECONDS)
+            blocked = thread.submit(other.submit, request(2), 2 * SECONDS)
             with pytest.raises(TimeoutError):
                 blocked.result(0.3)
             {"closed": transport.close, "killed": server.kill, "client_closed": other.close}[how]()
-            error = blocked.exception(PROMPTLY)
+            error = blocked.exception(SECONDS)
         expected = {
             "closed": ServerClosedError,
             "killed": PeerLostError,

@@ -14,6 +14,7 @@ from support import wait_until
 
 pytestmark = pytest.mark.slow
 
+SECONDS = 60.0
 LAUNCH = ROOT / "launch" / "slurm"
 EXAMPLE = str(ROOT / "examples" / "serve_cartpole.py")
 RANKS = str(ROOT / "tests" / "node_ranks.py")
@@ -89,7 +90,7 @@ def test_a_server_node_and_env_nodes(slurm: Slurm, warm: dict[str, str], tmp_pat
 def test_scancel_ends_every_process(slurm: Slurm, tmp_path: Path) -> None:
     script = str(LAUNCH / "ranks.sbatch")
     job = slurm.submit(tmp_path, *TWO_RANKS, script, RANKS, "ending", variables=cold_python())
-    assert wait_until(lambda: len(reported(tmp_path)) == 2, 60), job.end(1)
+    assert wait_until(lambda: len(reported(tmp_path)) == 2, SECONDS), job.end(1)
     ranks = job.processes()
     assert sum(RANKS in rank.cmdline() for rank in ranks) >= 2
     job.cancel()
@@ -97,8 +98,8 @@ def test_scancel_ends_every_process(slurm: Slurm, tmp_path: Path) -> None:
     assert (ended.state, ended.signal) == ("CANCELLED", 15), str(ended)
     assert not [word for word in RAW if word in ended.text], str(ended)
     assert f"JOB {job.id} ON n0 CANCELLED" in ended.text, str(ended)
-    assert wait_until(lambda: not any(map(psutil.Process.is_running, ranks)), 10)
-    assert not job.processes()
+    assert wait_until(lambda: not any(map(psutil.Process.is_running, ranks)), SECONDS)
+    assert wait_until(lambda: not job.processes(), SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_a_rank_that_fails_ends_the_job(
     assert ended.code != 0
     assert told in ended.logs[f"meshinfer_{job.id}.out"], str(ended)
     assert not [word for word in RAW if word in ended.text], str(ended)
-    assert wait_until(lambda: not job.processes(), 10)
+    assert wait_until(lambda: not job.processes(), SECONDS)
 
 
 # --- Who finds whom -------------------------------------------------------------------------------

@@ -343,10 +343,17 @@ def test_a_policy_compiles_once(
     with server, clients_of(server, 12) as clients:
         for count in [*range(1, 13), 5, 1]:
             requests = [observation(count + index) for index in range(count)]
-            futures = [c.submit(r) for c, r in zip(clients, requests, strict=False)]
+            futures: list[Any] = []
+
+            def submit_all(_: Any, requests: Any = requests, futures: Any = futures) -> None:
+                futures += [c.submit(r) for c, r in zip(clients, requests, strict=False)]
+                come = len(requests)
+                assert wait_until(lambda: server.transport.num_waiting == come, SECONDS)
+
+            server.update_model(submit_all)  # nothing is computed meanwhile, so they are one batch
             kept += [(r, f.result(SECONDS)) for r, f in zip(requests, futures, strict=True)]
-        sizes = server.stats().batch_sizes
-    assert len(sizes) > 1, "every batch had the same size, so this shows nothing"
+        expected = {**dict.fromkeys(range(1, 13), 1), 1: 2, 5: 2}
+        assert wait_until(lambda: server.stats().batch_sizes == expected, SECONDS), server.stats()
     assert compiler.compiled == 1
     for request, reply in kept:
         torch.testing.assert_close(reply["y"], net(request["x"]))

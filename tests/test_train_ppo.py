@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from mesh_jobs import ROOT, Job, run, running, torchrun, unused_port
-from support import wait_until
+from mesh_jobs import ROOT, Job, run, running, torchrun
+from support import unused_port, wait_until
 from tensordict import TensorDict
 
 import meshinfer
@@ -25,6 +25,7 @@ EXAMPLE = ROOT / "examples" / "train_ppo.py"
 PROGRESS = re.compile(
     r"^(\d+) steps, return (\S+), lag (\d+\.\d\d) \(at most (\d+)\), \d+ steps/s$", re.MULTILINE
 )
+SECONDS = 60.0
 SMALL = ("--envs=4", "--steps=16")
 
 
@@ -181,7 +182,7 @@ def assert_shown(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "options", "result"),
     [
-        (3, ["--total-steps=640"], "not solved after 640 steps and 5 updates"),
+        (3, ["--total-steps=1280"], "not solved after 1280 steps and 10 updates"),
         (4, ["--rnn", "--mask-velocity", "--separate-learner", "--target=5"], "solved after "),
     ],
     ids=["serves and learns", "recurrent, with a learner"],
@@ -193,8 +194,11 @@ def test_a_short_run(tmp_path: Path, ranks: int, options: list[str], result: str
     assert "Traceback" not in ended.stderr, str(ended)
     assert f"\n{result}" in ended.stdout, str(ended)
     *_, last = PROGRESS.finditer(ended.stdout)
-    assert int(last[1]) % 128 == 0, str(ended)
-    assert 0 <= float(last[3]) <= int(last[4]) <= 2, str(ended)
+    updates, rest = divmod(int(last[1]), 128)
+    assert rest == 0, str(ended)
+    # Weights travel by themselves: how old those of an action are is chance, but in many updates some arrive.
+    assert 0 <= float(last[3]) <= int(last[4]) < updates, str(ended)
+    assert updates < 10 or float(last[3]) < updates - 1, str(ended)
     assert_shown(tmp_path / "runs")
 
 
@@ -202,7 +206,7 @@ def test_a_short_run(tmp_path: Path, ranks: int, options: list[str], result: str
 def test_ctrl_c_ends_every_rank_and_leaves_the_pictures(tmp_path: Path) -> None:
     command = torchrun(3, str(EXAMPLE), *SMALL, f"--output={tmp_path / 'runs'}")
     with running(tmp_path / "job", command) as (job,):
-        assert wait_until(lambda: trains(job), 40.0), str(job.end(0.1))
+        assert wait_until(lambda: trains(job), SECONDS), str(job.end(0.1))
         job.process.send_signal(signal.SIGINT)
         ended = job.end()
     assert ended.code != 0
@@ -220,7 +224,7 @@ def test_a_rank_dies_and_no_launcher_ends_the_others(tmp_path: Path, victim: int
         for rank in range(3):
             jobs.append(Job(command, tmp_path / str(rank), {**place, "RANK": str(rank)}, False))
             stack.callback(jobs[-1].kill)
-        assert wait_until(lambda: trains(jobs[0]), 40.0), str(jobs[0].end(0.1))
+        assert wait_until(lambda: trains(jobs[0]), SECONDS), str(jobs[0].end(0.1))
         jobs[victim].process.send_signal(signal.SIGKILL)
         learner, first, second = (job.end() for job in jobs)
     if victim == 0:

@@ -13,7 +13,7 @@ from failure_scripts import Program, environment
 from support import wait_until
 from warm import VARIABLE, address, is_forked, python_command, stands_for
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 IMPORT_TABULATE = "import contextlib\nwith contextlib.suppress(ImportError):\n    import tabulate"
 

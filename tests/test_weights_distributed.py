@@ -16,14 +16,13 @@ from distributed_weights_roles import (
     SECONDS,
     at,
     receive,
-    stop,
     subscribe,
     value_of,
     weights,
 )
 from failure_roles import Worker, crew
-from mesh_jobs import run, torchrun, unused_port
-from support import wait_until
+from mesh_jobs import run, torchrun
+from support import unused_port, wait_until
 
 from meshinfer import MeshError, RefusedError, init_mesh
 from meshinfer.weights import DirectWeights, WeightUpdate
@@ -155,7 +154,7 @@ def test_waiting_names_who_does_not_serve_the_version_and_waits_for_no_dead(
         publisher.publish(weights(1))
         assert frozen.call(receive) == doomed.call(receive) == (1, 1.0)
         publisher.wait(1, timeout=SECONDS)
-        frozen.begin(stop)
+        frozen.signal(signal.SIGSTOP)
         doomed.begin(receive)
         for value in (2, 3, 4):
             publisher.publish(weights(value))
@@ -166,7 +165,6 @@ def test_waiting_names_who_does_not_serve_the_version_and_waits_for_no_dead(
         assert "(version 1)" in str(caught.value)
         doomed.kill()
         frozen.signal(signal.SIGCONT)
-        frozen.outcome()
         assert frozen.call(receive) == (4, 4.0)
         publisher.wait(4, timeout=SECONDS)
         # The killed one may have served version 4 before, so that nobody has waited for its end to be noticed.

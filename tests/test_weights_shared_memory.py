@@ -42,7 +42,7 @@ from meshinfer import ClosedError, PeerLostError, TransportError, WeightLayout
 from meshinfer.weights.shared_memory import SharedMemoryWeights
 from meshinfer.weights.shared_memory.pool import WINDOW
 
-PROMPTLY = 5.0
+PROMPTLY = SECONDS / 2
 """In so many seconds everybody goes on, or knows why not, when somebody has died."""
 
 
@@ -175,7 +175,7 @@ def test_nothing_grows_over_a_thousand_versions(transport: SharedMemoryWeights) 
             sizes.append([footprint(), *(worker.call(footprint) for worker in workers)])
         publisher.wait(timeout=SECONDS)
     for (files_before, memory_before), (files, memory) in zip(*sizes, strict=True):
-        assert files == files_before
+        assert files <= files_before  # what earlier tests have left here may go meanwhile
         assert memory - memory_before < 4096
 
 
@@ -221,7 +221,7 @@ def test_a_server_in_a_process_of_any_kind(transport: SharedMemoryWeights, metho
     here, there = context.Pipe()
     child = context.Process(target=serve_once, args=(transport, there))
     child.start()
-    assert here.poll(2 * SECONDS)
+    assert here.poll(3 * SECONDS)
     assert here.recv() == 1
     put(publisher)
     assert here.poll(SECONDS)
@@ -294,7 +294,7 @@ def test_a_trainer_is_killed_and_another_one_begins(transport: SharedMemoryWeigh
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(subscriber.receive, SECONDS)
             first.kill()
-            error = waiting.exception(PROMPTLY)
+            error = waiting.exception(2 * SECONDS)
         assert isinstance(error, PeerLostError), error
         assert check(kept) == 71
         with pytest.raises(TimeoutError):
@@ -315,7 +315,7 @@ def test_a_trainer_is_killed_and_another_one_begins(transport: SharedMemoryWeigh
 
 def take_for_ever(subscriber: Any) -> None:
     while True:
-        take(subscriber, PROMPTLY)
+        take(subscriber)
 
 
 def test_the_maker_dies() -> None:
@@ -355,12 +355,13 @@ def test_closing_reaches_other_processes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_anybody_may_be_killed_at_any_line() -> None:
     transports = [SharedMemoryWeights(weights(0), max_subscribers=3) for _ in range(2)]
     with crew(2) as (trainers, servers):
         trainers.begin(sweep_publishers, transports[0])
         servers.begin(sweep_subscribers, transports[1])
-        places, received = trainers.outcome(120.0).get()
+        places, received, served = trainers.outcome(300.0).get()
         assert files(places) == {
             "board.py",
             "memory.py",
@@ -369,8 +370,8 @@ def test_anybody_may_be_killed_at_any_line() -> None:
             "semaphore.py",
             "transport.py",
         }
-        assert received > len(places) / 2
-        places, blocks = servers.outcome(120.0).get()
+        assert received >= served > 1
+        places, blocks = servers.outcome(300.0).get()
         assert files(places) == {
             "board.py",
             "memory.py",

@@ -150,7 +150,7 @@ def _network(host: Host, arguments: str) -> None:
 
 def _run(command: Sequence[str], **variables: str) -> str:
     environment = {**os.environ, **variables}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

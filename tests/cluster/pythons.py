@@ -53,4 +53,4 @@ def _warm(host: Host) -> Iterator[None]:
     finally:
         os.close(listening)
         os.close(holder)
-    process.wait(10.0)
+    process.wait(60.0)

@@ -20,7 +20,7 @@ from support import wait_until
 from cluster.hosts import Host, require
 
 _TOOLS = dict.fromkeys(("sbatch", "slurmctld", "slurmd"), "slurm-wlm") | {"munged": "munge"}
-_UP_SECONDS = 30.0
+_UP_SECONDS = 60.0
 _CPUS = 8
 _CONFIGURATION = """
 ClusterName=meshinfer
@@ -81,7 +81,7 @@ class Slurm:
             env=environment(folder, {**variables, **self.variables}),
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
         )
         assert done.returncode == 0, f"{shlex.join(sbatch)}: {done.stderr}"
         return SlurmJob(self, int(done.stdout), folder)
