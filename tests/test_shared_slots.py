@@ -9,6 +9,7 @@ import pickle
 import re
 import resource
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -135,6 +136,28 @@ def test_an_exception_is_the_answer_to_one_request(kind: str) -> None:
         assert isinstance(caught.value.__cause__, RemoteError)
         assert isinstance(spoiled.exception(), KeyError)
         check(fine.result(SECONDS), 2)
+
+
+@BOTH
+def test_several_threads_may_be_the_first_to_serve(kind: str) -> None:
+    """A server that is shut down as soon as it has started is woken while its thread begins."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for _ in range(100):
+                with make(kind) as transport:
+                    together = threading.Barrier(2)
+                    first = [pool.submit(wake_together, transport, together) for _ in range(2)]
+                    for each in first:
+                        each.result(SECONDS)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def wake_together(transport: Any, together: threading.Barrier) -> None:
+    together.wait(SECONDS)
+    transport.wake()
 
 
 @BOTH

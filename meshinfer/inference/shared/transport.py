@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -62,6 +63,7 @@ class SharedTransport(RowwiseTransport, Generic[C]):
         self._elsewhere = False
         self._version_key: tuple[tuple[str, ...] | None] | None = None
         self._closed = False
+        self._beginning = threading.RLock()  # a signal handler may ask again
         self._desks: list[Desk] = []
         end = self._board.close if self._owns else self._board.leave
         self._finalizer = weakref.finalize(self, _close, end, self._owns, self._desks, self._pid)
@@ -168,19 +170,23 @@ class SharedTransport(RowwiseTransport, Generic[C]):
 
     def _server(self) -> Desk:
         desk = self._desk
-        if desk is None:
-            desk = self._begin_serving()
-        return desk
+        return self._begin_serving() if desk is None else desk
 
     def _begin_serving(self) -> Desk:
+        """Once, though who wakes a server that has just started may come while it begins."""
+        with self._beginning:
+            if self._desk is None:
+                self._desk = self._new_desk()
+                self._desks.append(self._desk)
+            return self._desk
+
+    def _new_desk(self) -> Desk:
         self._check_open()
         if self._elsewhere:
             raise TransportError(
                 "another process serves this transport; this one only makes clients"
             )
-        self._desk = Desk(self._board)
-        self._desks.append(self._desk)
-        return self._desk
+        return Desk(self._board)
 
     def _options(self) -> dict[str, Any]:
         """Arguments of the subclass, for the server's side in another process."""
