@@ -29,7 +29,8 @@ from failure_roles import (
 )
 from support import no_more, wait_until
 from tensordict import TensorDict
-from tensordict.nn import InteractionType, interaction_type, set_interaction_type
+from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn.probabilistic import interaction_type
 
 from meshinfer import RemoteError
 

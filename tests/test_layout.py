@@ -310,7 +310,7 @@ def test_key_that_is_tensor_and_level() -> None:
 
 def test_lazy_stack_of_different_shapes_as_spec() -> None:
     spec = lazy_stack([TensorDict({"a": torch.zeros(3)}), TensorDict({"a": torch.zeros(4)})])
-    with pytest.raises(ValueError, match=r"request spec: expected one shape per leaf.*'a'"):
+    with pytest.raises(ValueError, match="request spec: expected one shape per leaf"):
         PayloadLayout.from_spec(spec)
 
 

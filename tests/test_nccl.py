@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
 
@@ -167,7 +168,7 @@ def test_aborting_ends_a_receive_that_waits(
 ) -> None:
     ends = channels(sides)
     waiting = sides[SERVER].submit(lambda: ends[SERVER].receive(row(0), PASSED).wait())
-    with pytest.raises(TimeoutError):
+    with pytest.raises(FutureTimeoutError):
         waiting.result(SHORTLY)
     ends[SERVER].abort()
     with pytest.raises(RuntimeError, match="aborted: the other side has gone, or a row got stuck"):

@@ -28,9 +28,9 @@ from tensordict.nn import (
     TensorDictModule,
     TensorDictModuleBase,
     TensorDictSequential,
-    interaction_type,
     set_interaction_type,
 )
+from tensordict.nn.probabilistic import interaction_type
 
 from meshinfer import (
     ClosedError,

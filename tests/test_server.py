@@ -17,9 +17,9 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
     InteractionType,
     TensorDictModule,
-    interaction_type,
     set_interaction_type,
 )
+from tensordict.nn.probabilistic import interaction_type
 
 from meshinfer import (
     ClosedError,

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def test_a_server_serves_until_its_clients_have_left() -> None:
         with ThreadPoolExecutor(1) as thread:
             serving = thread.submit(server.serve, 2, 2 * SECONDS)
             leaves.call(leave)
-            with pytest.raises(TimeoutError):
+            with pytest.raises(FutureTimeoutError):
                 serving.result(0.5)
             dies.kill()
             serving.result(SECONDS)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -304,7 +305,7 @@ def test_a_blocked_submit_gets_the_slot_that_another_process_gives_back() -> Non
             policy.computing.clear()
             with ThreadPoolExecutor(1) as thread:
                 blocked = thread.submit(ask, client, 5, SECONDS)
-                with pytest.raises(TimeoutError):
+                with pytest.raises(FutureTimeoutError):
                     blocked.result(0.3)
                 policy.go_on.set()
                 blocked.result(SECONDS)
@@ -333,7 +334,7 @@ def test_a_blocked_submit_learns_that_nobody_will_serve_it(how: str) -> None:
         held = client.submit(request(HELD))
         with ThreadPoolExecutor(1) as thread:
             blocked = thread.submit(other.submit, request(2), 2 * SECONDS)
-            with pytest.raises(TimeoutError):
+            with pytest.raises(FutureTimeoutError):
                 blocked.result(0.3)
             {"closed": transport.close, "killed": server.kill, "client_closed": other.close}[how]()
             error = blocked.exception(SECONDS)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from support import wait_until
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import InteractionType, TensorDictModule, interaction_type, set_interaction_type
+from tensordict.nn import InteractionType, TensorDictModule, set_interaction_type
+from tensordict.nn.probabilistic import interaction_type
 
 from meshinfer import (
     DistributedTransport,
