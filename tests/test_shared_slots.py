@@ -41,7 +41,14 @@ from shared_roles import (
 )
 from tensordict import TensorDict
 
-from meshinfer import ClosedError, PeerLostError, RemoteError, ServerClosedError, TransportError
+from meshinfer import (
+    ClosedError,
+    InferenceServer,
+    PeerLostError,
+    RemoteError,
+    ServerClosedError,
+    TransportError,
+)
 
 BOTH = pytest.mark.parametrize("kind", list(KINDS))
 
@@ -304,6 +311,19 @@ def test_one_server_at_a_time_which_may_leave_and_be_followed(kind: str) -> None
         first.call(be_refused_to_serve, serve, "closed")
         with pytest.raises(ServerClosedError):
             client(request(5), SECONDS)
+
+
+@BOTH
+def test_a_new_server_holds_its_transport_or_says_who_does(kind: str) -> None:
+    with make(kind) as transport, crew(1) as (first,):
+        serve = transport.serve_elsewhere()
+        server = InferenceServer(Doubler(), serve())
+        first.call(be_refused_to_serve, serve, rf"process {os.getpid()} serves")
+        server.shutdown()
+        first.call(serve_slots, serve)
+        with pytest.raises(TransportError, match=rf"process {first.pid} serves"):
+            InferenceServer(Doubler(), serve())
+        first.call(shut_down)
 
 
 def ask_and_answer(client: Any, transport: Any, value: int) -> None:

@@ -76,6 +76,7 @@ class ThreadInferenceServer(InferenceServer):
 
     Raises:
         ValueError, TypeError: an argument cannot work; names it and what to give instead.
+        TransportError: another process serves ``transport``.
     """
 
     service_backend = "thread"
@@ -137,6 +138,8 @@ class ThreadInferenceServer(InferenceServer):
         )
         try:
             self._check_inline()
+            if isinstance(self.transport, ServedTransport):
+                self.transport.wake()  # begins to serve, or says why this process cannot
             self._policy.device_pass = device_pass(
                 self.transport, self._policy.device, devices.server_output_device(), collate_fn
             )
