@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -102,8 +104,8 @@ def test_a_stand_in_is_known_by_its_program(tmp_path: Path) -> None:
         pid = int(running.stdout.read(7))
         assert is_forked(pid)
         assert not is_forked(running.pid)
-        assert stands_for(psutil.Process(running.pid), pid)
-        running.kill()
+        # It learns whom it has got at about the time when that one runs.
+        assert wait_until(lambda: stands_for(psutil.Process(running.pid), pid), SECONDS)
 
 
 def test_a_killed_stand_in_takes_its_program_along(tmp_path: Path) -> None:
@@ -115,7 +117,12 @@ def test_a_killed_stand_in_takes_its_program_along(tmp_path: Path) -> None:
         assert wait_until(lambda: not psutil.pid_exists(pid), SECONDS)
 
 
-def stand_in(folder: Path, source: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def stand_in(folder: Path, source: str) -> Iterator[subprocess.Popen[bytes]]:
     command = [python_command(folder), "-u", write(folder, source)]
     variables = {**os.environ, VARIABLE: str(address())}
-    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE)
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
