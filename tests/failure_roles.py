@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -308,12 +308,14 @@ def query_again_and_again(station: SimpleNamespace) -> tuple[int, float]:
 
 
 def keep_in_flight(station: SimpleNamespace, requests: int) -> None:
-    """At least ``requests - 1`` requests in flight at any moment, for ever."""
-    futures = [station.client.submit(request(station.who * WHO)) for _ in range(requests)]
-    while True:
-        for index, future in enumerate(futures):
-            check(future.result(), station.who * WHO)
-            futures[index] = station.client.submit(request(station.who * WHO))
+    """At least ``requests - 1`` requests in flight at any moment, until told to end."""
+    value = station.who * WHO
+    futures = deque(station.client.submit(request(value)) for _ in range(requests))
+    while not told(station):
+        check(futures.popleft().result(SECONDS), value)
+        futures.append(station.client.submit(request(value)))
+    for future in futures:
+        check(future.result(SECONDS), value)
 
 
 def submit_and_collect(
