@@ -54,7 +54,6 @@ def observation(**changes: Any) -> TensorDict:
         observation().expand(2),
         observation().expand(1),
     ],
-    ids=repr,
 )
 def test_what_cannot_be_stacked_differs(other: TensorDict) -> None:
     assert structure_of(other) != structure_of(observation())

@@ -375,13 +375,14 @@ def test_the_callers_module(share: bool, expected: float) -> None:
 
 
 def test_buffers_are_weights_too() -> None:
-    norm = torch.nn.BatchNorm1d(1, affine=False, eps=0.0).eval()
+    norm = torch.nn.BatchNorm1d(1, affine=False, eps=1.0).eval()
+    norm.running_var.fill_(0.0)
     specs = TensorDict({"x": torch.zeros(1)}), TensorDict({"y": torch.zeros(1)})
     with make(norm, *specs, **KEYS) as server, server.client() as client:
         ask = TensorDict({"x": torch.tensor([3.0])})
         assert client(ask, timeout=SECONDS)["y"].tolist() == [3.0]
         norm.running_mean.fill_(1.0)
-        norm.running_var.fill_(4.0)
+        norm.running_var.fill_(3.0)
         assert client(ask, timeout=SECONDS)["y"].tolist() == [3.0]
         server.update_model(lambda model: model.load_state_dict(norm.state_dict()))
         assert client(ask, timeout=SECONDS)["y"].tolist() == [1.0]
