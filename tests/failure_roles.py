@@ -318,19 +318,30 @@ def keep_in_flight(station: SimpleNamespace, requests: int) -> None:
         check(future.result(SECONDS), value)
 
 
-def submit_and_collect(
-    station: SimpleNamespace, values: list[int], timeout: float | None = None
-) -> list[str]:
-    """Submit all, then collect each: the class of what it raised, or ``"reply"``."""
-    futures = [station.client.submit(request(value, station.width)) for value in values]
+def submit(station: SimpleNamespace, values: list[int]) -> None:
+    """All of them are in flight, or wait for room, when this returns."""
+    station.values = values
+    station.futures = [station.client.submit(request(value, station.width)) for value in values]
+
+
+def collect(station: SimpleNamespace, timeout: float | None = None) -> list[str]:
+    """What became of them: the class of what each raised, or ``"reply"``."""
     found = []
-    for future, value in zip(futures, values, strict=True):
+    for future, value in zip(station.futures, station.values, strict=True):
         try:
             check(future.result(timeout), value)
             found.append("reply")
         except Exception as error:
             found.append(type(error).__name__)
     return found
+
+
+def submit_and_collect(
+    station: SimpleNamespace, values: list[int], timeout: float | None = None
+) -> list[str]:
+    """Both, one after the other."""
+    submit(station, values)
+    return collect(station, timeout)
 
 
 def leave(station: SimpleNamespace) -> None:

@@ -14,7 +14,7 @@ from failure_roles import (
     SECONDS,
     Doubler,
     ask,
-    check,
+    collect,
     connect,
     crew,
     go_on,
@@ -26,6 +26,7 @@ from failure_roles import (
     serve,
     serving,
     shut_down,
+    submit,
     submit_and_collect,
     wait_until_computing,
 )
@@ -69,24 +70,6 @@ def test_every_client_of_a_killed_server_raises_at_once() -> None:
         server.kill()
         found = [client.outcome().get() for client in clients]
         assert found == [["PeerLostError"] * count for count in (1, 1, 10, 10)]
-
-
-def submit(station: Any, values: list[int]) -> None:
-    """All of them are in flight, or wait for room, when this returns."""
-    station.values = values
-    station.futures = [station.client.submit(request(value)) for value in values]
-
-
-def collect(station: Any, timeout: float | None = None) -> list[str]:
-    """What became of them: the class of what each raised, or ``"reply"``."""
-    found = []
-    for future, value in zip(station.futures, station.values, strict=True):
-        try:
-            check(future.result(timeout), value)
-            found.append("reply")
-        except Exception as error:
-            found.append(type(error).__name__)
-    return found
 
 
 def test_a_client_of_a_killed_server_finds_the_next_one_at_the_same_place() -> None:
