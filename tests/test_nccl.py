@@ -33,12 +33,8 @@ SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 @pytest.fixture(autouse=True)
 def machine() -> Iterator[nccl_stand_in.Machine]:
-    with nccl_stand_in.in_place():
-        here = nccl_stand_in.machine
+    with nccl_stand_in.without_mistakes() as here:
         yield here
-        here.let_go.set()
-        here.groups.clear()
-    assert here.mistakes == []
 
 
 @pytest.fixture
