@@ -13,7 +13,10 @@ from typing import Any
 
 from meshinfer.inference.protocol import InferenceClient, InferenceTransport
 
-__all__ = ["ClientRun", "ThreadHarness", "TransportHarness", "report"]
+__all__ = ["AT_ONCE", "ClientRun", "ThreadHarness", "TransportHarness", "report"]
+
+AT_ONCE = 20.0
+"""Seconds that what never waits may take on a busy machine; what does wait, waits for what comes later."""
 
 _running = threading.local()
 

@@ -16,7 +16,7 @@ from meshinfer.server import InferenceServer
 from meshinfer.testing.check import conformance_check
 from meshinfer.testing.checks.driving import collect_handles
 from meshinfer.testing.expect import raises
-from meshinfer.testing.harness import TransportHarness, report, within
+from meshinfer.testing.harness import AT_ONCE, TransportHarness, report, within
 from meshinfer.testing.serving import (
     HELD,
     AddOne,
@@ -30,8 +30,6 @@ from meshinfer.testing.serving import (
 
 __all__ = ["CHECKS"]
 
-AT_ONCE = 20.0
-"""Seconds that what never waits may take on a busy machine."""
 SOON = 30.0
 
 

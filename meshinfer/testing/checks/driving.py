@@ -12,13 +12,11 @@ from tensordict import TensorDict, TensorDictBase
 from meshinfer.inference.protocol import BatchedTransport, InferenceClient
 from meshinfer.testing.check import conformance_check
 from meshinfer.testing.expect import raises
-from meshinfer.testing.harness import TransportHarness, within
+from meshinfer.testing.harness import AT_ONCE, TransportHarness, within
 from meshinfer.testing.serving import check_reply, make_transport, request
 
 __all__ = ["CHECKS", "answer", "ask_for", "collect_handles"]
 
-AT_ONCE = 20.0
-"""Seconds that what never waits may take on a busy machine."""
 NUMBER = 6
 
 

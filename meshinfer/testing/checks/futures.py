@@ -15,7 +15,7 @@ from meshinfer.inference.protocol import InferenceClient
 from meshinfer.testing.check import conformance_check
 from meshinfer.testing.checks.replies import count
 from meshinfer.testing.expect import raises
-from meshinfer.testing.harness import ClientRun, TransportHarness, report, within
+from meshinfer.testing.harness import AT_ONCE, ClientRun, TransportHarness, report, within
 from meshinfer.testing.serving import (
     HELD,
     AddOne,
@@ -28,8 +28,6 @@ from meshinfer.testing.serving import (
 
 __all__ = ["CHECKS"]
 
-AT_ONCE = 20.0
-"""Seconds that what never waits may take on a busy machine; what does wait, waits for the gate."""
 LONG = 60.0
 """Seconds for a request that is answered soon."""
 
